@@ -36,10 +36,10 @@ class Staged:
 
     Args:
         name: the transform, for messages.
-        fun: the user's function, for messages.
-        call: called with the argument leaves; returns a tuple of trees, each an output of the function.
-        arguments: maps the argument leaves to the arguments of `fun`, for messages.
+        fun: the user's function.
         avals: types of the argument leaves.
+        arguments: maps the argument leaves to the arguments of `fun`.
+        call: called with the argument leaves; returns a tuple of trees, each an output. By default one, of `fun`.
         traced_for: JAX's label for such a body (`DebugInfo.traced_for`).
         slice, enter: see `Lifting`.
         may_create: whether the function may create states that outlive it. They are among the written ones.
@@ -57,11 +57,11 @@ class Staged:
         self,
         name: str,
         fun: Callable,
-        call: Callable[..., tuple],
         avals: Sequence[Any],
         *,
-        traced_for: str,
         arguments: Callable[[Sequence[Any]], tuple[tuple, dict[str, Any]]],
+        call: Callable[..., tuple] | None = None,
+        traced_for: str = "",
         slice: Callable[[Any, Any], Any] | None = None,
         enter: Callable[[Any, Any], Any] | None = None,
         may_create: bool = False,
@@ -72,6 +72,10 @@ class Staged:
         lifting = Lifting(is_array_or_number, slice, enter)
         self.outs: list[Partition] = []
         self.values: list[Partition] = []
+
+        def call_fun(*leaves: Any) -> tuple[Any]:
+            args, kwargs = arguments(leaves)
+            return (fun(*args, **kwargs),)
 
         def body(*tracers: Any) -> tuple[list, Any]:
             frame = frame_for(name, fun, on_read=lifting.on_read, frees_cycles=True)
@@ -86,7 +90,7 @@ class Staged:
                 # States that JAX has as pytrees are arrays in a carry or an output, as in `jax.lax`; models are not, as
                 # the caller may expect the same one back.
                 is_leaf = is_opaque if may_create else is_model
-                return [partition_output(x, is_loop_leaf, is_leaf=is_leaf) for x in call(*tracers)]
+                return [partition_output(x, is_loop_leaf, is_leaf=is_leaf) for x in (call or call_fun)(*tracers)]
 
             frame.at_end = read_written
             outs = frame.run(outputs)
@@ -106,9 +110,8 @@ class Staged:
                 effect.value = None
             return leaves, frame.effects
 
-        staged, effects, refs = stage(
-            body, avals, traced_for=traced_for, names=InputNames(fun, arguments), lifting=lifting
-        )
+        names, traced_for = InputNames(fun, arguments), traced_for or f"statetx.{name}"
+        staged, effects, refs = stage(body, avals, traced_for=traced_for, names=names, lifting=lifting)
         self.effects: list[Effect] = [*effects, *refs]
         touched = [(i.state, i.kind) for i in lifting.inputs.values()]
         self._body = guarded(f"{name}({name_of(fun)})", staged, touched)
@@ -177,15 +180,21 @@ class Staged:
         added = self._body.jaxpr.invars[len(self._body.jaxpr.invars) - self._num_added :]
         return [added[v] for v in state_input.variables]
 
-    def arrange(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Body:
-        """The body with these inputs, which include its operands, and these outputs."""
+    def arrange(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Body:
+        """The body with these inputs, which include its operands, and these outputs: variables, and states, which hold
+        their value on entry or at the end.
+        """
+        before = {id(i.state): self.state_vars(i) for i in inputs if isinstance(i, Input)}
+        after = before | self.written_vars
+        invars, outvars = (
+            [v for x in items for v in (values[id(x.state)] if isinstance(x, Input) else [x])]
+            for items, values in ((inputs, before), (outputs, after))
+        )
         return Body(_jax.rebuild(self._body.jaxpr, invars=invars, outvars=outvars), [])
 
-    def close(self, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-        """The body as a closed jaxpr with these inputs and outputs; values that the function closed over are its
-        constants.
-        """
-        return _jax.close(self.arrange([*self.operand_vars, *invars], outvars).jaxpr, self.operands)
+    def close(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """`arrange` as a closed jaxpr; values that the function closed over are its constants."""
+        return _jax.close(self.arrange([*self.operand_vars, *inputs], outputs).jaxpr, self.operands)
 
 
 class SortedStates(NamedTuple):

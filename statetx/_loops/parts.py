@@ -156,13 +156,9 @@ class Turns:
 
     def _arranged(self) -> Body:
         staged = self._staged
-        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]
-        written = lambda inputs: [v for i in inputs for v in staged.written_vars.get(id(i.state), staged.state_vars(i))]
-        constants = [*staged.operand_vars, *states(self._shared), *states(self._kept)]
-        mapped = states([i for i, _ in self._mapped])
-        invars = [*constants, *states(self._carried), *states(self._split), *staged.arg_vars, *mapped]
-        outvars = [*written(self._carried), *staged.out_vars, *written(self._kept), *written(self._sliced)]
-        return staged.arrange(invars, outvars)
+        constants, mapped = [*staged.operand_vars, *self._shared, *self._kept], [i for i, _ in self._mapped]
+        inputs = [*constants, *self._carried, *self._split, *staged.arg_vars, *mapped]
+        return staged.arrange(inputs, [*self._carried, *staged.out_vars, *self._kept, *self._sliced])
 
     def _body(self, carry_avals: list[Any], weight: list[Any], num: int) -> Body:
         inner = self._arranged()

@@ -169,15 +169,11 @@ def _stage(
         return (fun(*args, **kwargs),)
 
     avals = [_jax.abstract(as_array(x)) for x in arrays]
-    return Staged(name, fun, call, avals, traced_for=f"statetx.{name}", arguments=arguments, may_create=may_create)
+    return Staged(name, fun, avals, arguments=arguments, call=call, may_create=may_create)
 
 
 def _close(staged: Staged) -> Any:
     """The closed jaxpr, whose first inputs are the values of the states."""
-    vars_before = {key: staged.state_vars(i) for key, i in staged.inputs.items()}
-    vars_after = vars_before | staged.written_vars  # a state that is only read leaves with its input variable
-    states_in, states_out = (
-        [v for key in vars_before for v in vars_by_state[key]] for vars_by_state in (vars_before, vars_after)
-    )
+    states = staged.inputs.values()
     created = [v for e in staged.effects if e.created for v in staged.written_vars[id(e.state)]]
-    return staged.close([*states_in, *staged.arg_vars], [*staged.out_vars, *states_out, *created])
+    return staged.close([*states, *staged.arg_vars], [*staged.out_vars, *states, *created])

@@ -135,11 +135,7 @@ def _branch(name: str, index: Any, branches: Sequence[Callable], operands: tuple
     avals = [_jax.abstract(x) for x in arrays]
 
     arguments = lambda xs: (part.combine(xs), {})
-    staged = []
-    for f in branches:
-        call = lambda *xs, f=f: (f(*part.combine(xs)),)
-        staged.append(Staged(name, f, call, avals, traced_for=f"statetx.{name}", arguments=arguments))
-    return _Branches(name, staged).run(index, arrays)
+    return _Branches(name, [Staged(name, f, avals, arguments=arguments) for f in branches]).run(index, arrays)
 
 
 class _Branches:

@@ -288,9 +288,7 @@ class _PartwiseCall:
             return (jnp.asarray(weight(*args, **kwargs), float),)
 
         avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in examples]
-        staged = Staged(
-            self.transform, weight, call, avals, traced_for=f"statetx.{self.transform}", arguments=batch.arguments
-        )
+        staged = Staged(self.transform, weight, avals, arguments=batch.arguments, call=call)
         for effect in staged.effects:
             raise StateAccessError(
                 f"{self.name}: weight= may read states, and wrote {_states.describe(effect.state)} at {effect.site}.\n"
@@ -303,8 +301,7 @@ class _PartwiseCall:
                 f"Fix: reduce it, as in weight=lambda x, mask: mask.sum()."
             )
         reads = list(staged.inputs.values())
-        state_vars = [v for read in reads for v in staged.state_vars(read)]
-        body = staged.arrange([*staged.operand_vars, *state_vars, *staged.arg_vars], staged.out_vars)
+        body = staged.arrange([*staged.operand_vars, *reads, *staged.arg_vars], staged.out_vars)
         constants = [*staged.operands, *(x for read in reads for x in read.values)]
         return jax.lax.map(lambda xs: body((), *constants, *xs)[0], examples)
 
@@ -322,16 +319,7 @@ class _PartwiseCall:
         def stage(_: list, enter: Callable) -> Staged:
             # Not "scan": forward and backward pass of a part are in one body, where XLA merges a recomputation with the
             # first computation unless it is prevented.
-            return Staged(
-                self.transform,
-                fun,
-                call,
-                avals,
-                traced_for=f"statetx.{self.transform}",
-                arguments=batch.arguments,
-                slice=slice,
-                enter=enter,
-            )
+            return Staged(self.transform, fun, avals, arguments=batch.arguments, call=call, slice=slice, enter=enter)
 
         keeps_type = lambda effect: rules(effect.state) is not Split and not isinstance(rules(effect.state), int)
         return settle(stage, [], partition(())[1], is_carried=keeps_type)[0]

@@ -145,7 +145,7 @@ def scan(
     def stage(carry: list, enter: Callable) -> Staged:
         avals = [*map(_jax.abstract, carry), *x_avals]
         slice = lambda state, aval: rules.slice_type(state, aval, length)
-        return Staged("scan", f, call, avals, traced_for="scan", arguments=arguments, slice=slice, enter=enter)
+        return Staged("scan", f, avals, arguments=arguments, call=call, traced_for="scan", slice=slice, enter=enter)
 
     def is_carried(effect: Effect) -> bool:
         rule = rules(effect.state)
@@ -269,25 +269,13 @@ class ScanLoop:
 
     def _arrange(self) -> Body:
         staged = self._staged
-        states = lambda inputs: [v for i in inputs for v in staged.state_vars(i)]
-        sliced = [*self._split, *(i for i, _ in self._mapped)]
-        carry_vars, x_vars = staged.arg_vars[: self._num_carry], staged.arg_vars[self._num_carry :]
-        invars = [
-            *staged.operand_vars,
-            *states(self._broadcast),
-            *states(self._repeated),
-            *carry_vars,
-            *states(self._carried),
-            *(_jax.Var(a) for i in self._repeated for a in i.avals),
-            *x_vars,
-            *states(sliced),
-        ]
-
-        carried_inputs = [*self._carried, *self._repeated]
-        carried = [v for i in carried_inputs for v in staged.written_vars.get(id(i.state), staged.state_vars(i))]
-        stacked = [v for i, _ in self._stacked for v in staged.written_vars[id(i.state)]]
+        constants = [*staged.operand_vars, *self._broadcast, *self._repeated]
+        last_writes = [_jax.Var(a) for i in self._repeated for a in i.avals]
+        carry = [*staged.arg_vars[: self._num_carry], *self._carried, *last_writes]
+        x = [*staged.arg_vars[self._num_carry :], *self._split, *(i for i, _ in self._mapped)]
         carry_out, ys = staged.out_vars[: self._num_carry], staged.out_vars[self._num_carry :]
-        return staged.arrange(invars, [*carry_out, *carried, *ys, *stacked])
+        stacked = [i for i, _ in self._stacked]
+        return staged.arrange([*constants, *carry, *x], [*carry_out, *self._carried, *self._repeated, *ys, *stacked])
 
     def run(self, carry: list, xs: list, **options: Any) -> tuple[list, list]:
         """Run the loop and publish its writes; returns the leaves of the last carry and of the outputs.

@@ -102,9 +102,8 @@ def while_loop(
 
     def stage(fun: Callable, traced_for: str, carry: list, enter: Callable) -> Staged:
         arguments = lambda xs: ((part.combine(xs),), {})
-        call = lambda *xs: (fun(*arguments(xs)[0]),)
         avals = list(map(_jax.abstract, carry))
-        return Staged("while_loop", fun, call, avals, traced_for=traced_for, arguments=arguments, enter=enter)
+        return Staged("while_loop", fun, avals, arguments=arguments, traced_for=traced_for, enter=enter)
 
     body, carry, enter = settle(functools.partial(stage, body_fun, "while_body"), carry, part)
     test = stage(cond_fun, "while_cond", carry, enter)
@@ -218,7 +217,7 @@ def fori_loop(
 
     def stage(carry: list, enter: Callable) -> Staged:
         avals = list(map(_jax.abstract, [start, *carry]))
-        return Staged("fori_loop", body_fun, step, avals, traced_for="fori_loop", arguments=arguments, enter=enter)
+        return Staged("fori_loop", body_fun, avals, arguments=arguments, call=step, traced_for="fori_loop", enter=enter)
 
     body, carry, _ = settle(stage, carry, part, num_before=1)  # the counter comes first
 
@@ -227,8 +226,8 @@ def fori_loop(
         final_carry, _ = loop.run([start, *carry], [], unroll=unroll or 1, strategy=strategy, progress=progress)
     else:
         limit = jnp.asarray(upper, body.avals[0].dtype)
-        is_below_limit = lambda i, *xs: (i < limit,)
-        test = Staged("fori_loop", body_fun, is_below_limit, body.avals, traced_for="while_cond", arguments=arguments)
+        is_below = {"call": lambda i, *xs: (i < limit,), "traced_for": "while_cond"}
+        test = Staged("fori_loop", body_fun, body.avals, arguments=arguments, **is_below)
         final_carry = _WhileLoop(body, test).run([start, *carry])
     return part.combine(final_carry[1:])
 
@@ -260,10 +259,8 @@ class _WhileLoop:
 
         for s in stages:
             constant_inputs = [i for i in constant_states if id(i.state) in s.inputs]
-            states_in = [v for i in self._carried for v in s.state_vars(i)]
-            invars = [*s.operand_vars, *(v for i in constant_inputs for v in s.state_vars(i)), *s.arg_vars, *states_in]
-            states_out = [v for i in self._carried for v in s.written_vars.get(id(i.state), ())]
-            self.bodies.append(s.arrange(invars, [*s.out_vars, *states_out]))
+            inputs = [*s.operand_vars, *constant_inputs, *s.arg_vars, *self._carried]
+            self.bodies.append(s.arrange(inputs, [*s.out_vars, *(self._carried if s is body else ())]))
             self.constants.append([*s.operands, *(x for i in constant_inputs for x in i.values)])
 
     def run(self, carry: list, strategy: Any = None, max_steps: int | None = None) -> list:
