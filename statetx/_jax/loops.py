@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from .._positions import function_of as _function_of
 from . import patches
 from .equations import ClosedJaxpr, Eqn, Jaxpr, Var, abstract, as_array, open_jaxpr, with_nonzero
 from .primitives import call_primitive, identity
+from .staging import name_function
 from .traces import eval_context
 from .versions import SCAN_HAS_TREES, packed, tree_of
 
@@ -127,46 +127,36 @@ def bind_scan(
     jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], *, length: int, reverse: bool
 ) -> list[Any]:
     """Run `jax.lax.scan` of an already staged body ``(*constants, *carry, *x) -> (*carry, *y)``."""
-    counts: dict[str, Any] = {"num_consts": len(constants), "num_carry": len(carry)}
-    if SCAN_HAS_TREES:
-        sizes = [tree_of(len(values)) for values in (constants, carry, xs)]
-        num_ys = len(jaxpr.out_avals) - len(carry)
-        ys = tree_of(num_ys).filter_with_mask([True] * num_ys)  # no ys are forwarded
-        counts = {"ft_in": packed(tuple(sizes)), "ft_out": packed((sizes[1], ys))}
+    counts = _counts(jaxpr, constants, carry, xs)
     return scan_p.bind(*constants, *carry, *xs, jaxpr=jaxpr, length=length, reverse=reverse, unroll=1, **counts)
 
 
-_REVERSAL = str(Path(__file__).parents[1] / "_loops" / "schedule.py")
+def _counts(jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> dict[str, Any]:
+    """The parameters of a scan that tell its operands and results apart."""
+    if not SCAN_HAS_TREES:
+        return {"num_consts": len(constants), "num_carry": len(carry)}
+    sizes = [tree_of(len(values)) for values in (constants, carry, xs)]
+    num_ys = len(jaxpr.out_avals) - len(carry)
+    ys = tree_of(num_ys).filter_with_mask([True] * num_ys)  # no ys are forwarded
+    return {"ft_in": packed(tuple(sizes)), "ft_out": packed((sizes[1], ys))}
+
+
 _transpose_while = _ad.primitive_transposes[while_p]
+_OF_SLOTS = "statetx: "
 
 
-def with_slots(test: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The condition of a loop of unknown length that computes its gradient from slots."""
-
-    def test_with_slots(loop: Any) -> Any:
-        return test(loop)
-
-    return test_with_slots
-
-
-def _derivative_with_slots(body_jaxpr: Any, cond_jaxpr: Any) -> str | None:
-    """Which derivative of a loop with slots this loop computes; None for another loop."""
-    sources = [
-        getattr(getattr(open_jaxpr(jaxpr)[0], "debug_info", None), "func_src_info", None) or ""
-        for jaxpr in (body_jaxpr, cond_jaxpr)
-    ]
-    if _REVERSAL in sources[0]:
-        return "gradient"
-    return "tangent" if "test_with_slots" in sources[1] and __file__ in sources[1] else None
+def of_slots(test: Callable[[Any], Any], derivative: str) -> Callable[[Any], Any]:
+    """The condition of a loop that computes the "gradient" or the "tangent" of a loop of unknown length with slots."""
+    return name_function(test, "while_cond", _OF_SLOTS + derivative)
 
 
 def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
     try:
         return _transpose_while(*args, **params)
     except ValueError as e:
-        info = getattr(open_jaxpr(params["body_jaxpr"])[0], "debug_info", None)
-        derivative = _derivative_with_slots(params["body_jaxpr"], params["cond_jaxpr"])
-        if derivative is not None:
+        test, info = (open_jaxpr(params[key])[0].debug_info for key in ("cond_jaxpr", "body_jaxpr"))
+        if test.func_src_info.startswith(_OF_SLOTS):
+            derivative = test.func_src_info.removeprefix(_OF_SLOTS)
             adverb = "again " if derivative == "gradient" else ""
             raise ValueError(
                 f"The {derivative} of a statetx.while_loop with checkpoint= cannot be differentiated {adverb}in "
@@ -175,12 +165,12 @@ def _refuse_to_transpose(*args: Any, **params: Any) -> Any:
                 "or use statetx.scan with the largest number of steps as its length, whose gradient can be "
                 "differentiated in both modes."
             ) from None
-        name = "fori_loop" if info is not None and info.traced_for == "fori_loop" else "while_loop"
-        place = f"{name}({info.func_src_info})" if info is not None else name
+        name = "fori_loop" if info.traced_for == "fori_loop" else "while_loop"
         bounds = "give Python integers as bounds, or " if name == "fori_loop" else ""
         raise ValueError(
-            f"{e}\nThe loop: {place}.\nFix: {bounds}use statetx.while_loop(..., checkpoint=statetx.policies.Slots(n)), "
-            f"which stores n values at a time for the gradient through any number of steps."
+            f"{e}\nThe loop: {name}({info.func_src_info}).\n"
+            f"Fix: {bounds}use statetx.while_loop(..., checkpoint=statetx.policies.Slots(n)), which stores n values "
+            f"at a time for the gradient through any number of steps."
         ) from None
 
 
@@ -215,14 +205,7 @@ def with_scan_operands(
     eqn: Any, jaxpr: ClosedJaxpr, constants: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
 ) -> Any:
     """Replace the body and all operands of a scan, as an equation with new results."""
-    params = {**eqn.params, "jaxpr": jaxpr}
-    if "num_carry" in params:
-        params |= {"num_consts": len(constants), "num_carry": len(carry)}
-    else:
-        sizes = [tree_of(len(values)) for values in (constants, carry, xs)]
-        ys = tree_of(len(jaxpr.out_avals) - len(carry))
-        ys = ys.filter_with_mask([True] * (len(jaxpr.out_avals) - len(carry)))
-        params |= {"ft_in": packed(tuple(sizes)), "ft_out": packed((sizes[1], ys))}
+    params = {**eqn.params, "jaxpr": jaxpr, **_counts(jaxpr, constants, carry, xs)}
     if "linear" in params:
         params["linear"] = (False,) * (len(constants) + len(carry) + len(xs))
     length, is_stacked = params["length"], [False] * len(carry) + [True] * (len(jaxpr.out_avals) - len(carry))

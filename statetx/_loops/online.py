@@ -189,7 +189,7 @@ class OnlineLoop:
         start, named = (jnp.int32(0), carry), _jax.name_as_staged(one, self.step.body.jaxpr)
         is_running = lambda loop: self.is_running(test_constants, loop[1], loop[0])
         # The error of its tangents in reverse mode must not advise slots that it has.
-        test = _jax.with_slots(is_running) if self.slots else is_running
+        test = _jax.of_slots(is_running, "tangent") if self.slots else is_running
         return jax.lax.while_loop(test, named, start)[1]
 
     # -- derivatives --

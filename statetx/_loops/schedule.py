@@ -457,7 +457,8 @@ def reverse_steps(
     num_ahead = _jax.varying_like(jnp.int32(0), filled.top)
     num_left = _jax.varying_like(jnp.int32(num_steps), filled.top)
     outer = _Outer(pools, _jax.replicated(filled.positions), filled.top, num_left, init, num_ahead)
-    outer = jax.lax.while_loop(lambda o: _counted(o.num_left > 0, num_leaves), one_leaf, outer)
+    has_left = _jax.of_slots(lambda o: _counted(o.num_left > 0, num_leaves), "gradient")
+    outer = jax.lax.while_loop(has_left, one_leaf, outer)
     return outer.result, outer.num_ahead
 
 
