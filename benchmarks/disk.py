@@ -41,14 +41,18 @@ def peak_bytes():
 def measure(options):
     """Measure one way; returns a row."""
     h = jnp.linspace(0.1, 1, int(options.megabytes * 250_000))
-    waited, num_bytes, close = [], [0], Store.close
+    waited, num_bytes, close, flush = [], [0], Store.close, Store.flush
 
     def closed(self):
-        waited.append(self.waited)
         num_bytes.append(self.num_bytes)
         close(self)
 
-    Store.close = closed
+    def flushed(self, pending=0):
+        watch = Stopwatch()
+        flush(self, pending)
+        waited.append(watch.read()["wall"])
+
+    Store.close, Store.flush = closed, flushed
 
     def step(h, _):
         for _ in range(options.work):

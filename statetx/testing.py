@@ -18,10 +18,10 @@ from ._errors import FunctionError
 from ._lift.wrapper import Wrapper, name_of
 from ._remat.override import override
 from ._targets import current
-from ._text import format_bytes, parse_bytes, type_str
-from ._tree import host_array, is_float, is_integer, is_opaque, partition
+from ._text import format_bytes, parse_bytes
+from ._tree import is_integer, is_opaque, partition
 from ._verify.functions import is_float_array, pulled_back
-from ._verify.results import entries_str, equal_entries
+from ._verify.results import differences
 from ._verify.same import SameStep, same_step
 from .memory.baseline import TOLERANCE, UPDATE, Difference, MemoryBaseline, find, key_of, read_tolerance, save
 from .memory.measure import MemoryProfile, memory_profile
@@ -205,23 +205,12 @@ def _difference(actual: dict[str, Any], expected: dict[str, Any], rtol: float, a
     """A description of the first result that differs; empty if none does."""
     if list(actual) != list(expected):
         return f"the results {sorted(set(actual) ^ set(expected))}, which only one of them has"
-    for name, b in expected.items():
-        a = actual[name]
-        if not hasattr(b, "dtype"):
-            if a is not b and a != b and not (a != a and b != b):  # nan equals nan
-                return f"{name}: {a!r} in place of {b!r}"
-            continue
-        if (np.shape(a), a.dtype) != (np.shape(b), b.dtype):
-            return f"{name}: {type_str(a, weak=False)} in place of {type_str(b, weak=False)}"
-        a, b = host_array(a), host_array(b)
-        if is_float(b) and (rtol or atol):
-            wide = np.complex128 if np.iscomplexobj(b) else np.float64
-            is_equal = np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
-        else:
-            is_equal = equal_entries(a, b)
-        if not is_equal.all():
-            return f"{name}{entries_str(a, b, is_equal)}"
-    return ""
+
+    def are_close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        wide = np.complex128 if np.iscomplexobj(b) else np.float64
+        return np.isclose(a.astype(wide), b.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
+
+    return next((f"{name}{found.text}" for name, found in differences(actual, expected, are_close).items()), "")
 
 
 def _generators() -> dict[str, Any]:

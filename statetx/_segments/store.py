@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +45,6 @@ class Store:
 
     Attributes:
         owner: the name of the run; files of another run count as damaged.
-        waited: seconds that the computation has waited for the disk.
 
     Raises:
         CheckpointError: another process, or another loop of this one, uses the directory; or it cannot be written.
@@ -56,7 +54,6 @@ class Store:
         self.path, self.limit, self.owner = path, limit, ""
         self._pending: collections.deque[concurrent.futures.Future] = collections.deque()
         self._failure: BaseException | None = None
-        self.waited = 0.0
         try:
             os.makedirs(path, exist_ok=True)
             self._lock = _files.lock(os.path.join(path, "lock"))
@@ -121,10 +118,8 @@ class Store:
 
     def flush(self, pending: int = 0) -> None:
         """Wait until no more than `pending` operations are left; raise the error of an earlier one."""
-        start = time.perf_counter()
         while len(self._pending) > pending:
             self._pending.popleft().result()
-        self.waited += time.perf_counter() - start
 
     def _write(self, name: str, arrays: list) -> None:
         file, values = f"{name}.arrays", [np.ascontiguousarray(x) for x in arrays]

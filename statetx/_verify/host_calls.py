@@ -16,14 +16,13 @@ class HostCalls:
     """How often the host is called with effects, by primitive: each of two steps may have functions of its own.
 
     Attributes:
-        counts: calls outside of recomputations and of loops of unknown length.
-        uncounted: primitives in loops of unknown length, or in recomputations only: where one is nested in another, JAX
-            marks the first computation as a recomputation, too. A checkpointed loop has both.
+        counts: calls outside of recomputations; None if unknown: in loops of unknown length, or in recomputations only.
+            Where one is nested in another, JAX marks the first computation as a recomputation, too. A checkpointed loop
+            has both.
         functions: the last function of each primitive, for messages.
     """
 
-    counts: Counter[str]
-    uncounted: frozenset[str]
+    counts: dict[str, int | None]
     functions: dict[str, str]
 
     @classmethod
@@ -47,19 +46,16 @@ class HostCalls:
                     visit(inner, times * eqn.params.get("length", 1), inside, is_while)
 
         visit(jaxpr, 1, False, False)
-        return cls(counts, frozenset(repeated | (recomputed - counts.keys())), functions)
+        unknown = sorted(repeated | (recomputed - counts.keys()))
+        return cls({**counts, **dict.fromkeys(unknown)}, functions)
 
     def differences(self, expected: HostCalls) -> list[str]:
         """The functions that are not called as often as in another program; called at all, where that is not known."""
         found, functions = [], expected.functions | self.functions
-        uncounted = self.uncounted | expected.uncounted
-        for name in dict.fromkeys([*expected.counts, *self.counts, *sorted(uncounted)]):
-            if name not in uncounted and self.counts[name] != expected.counts[name]:
-                times = counted(self.counts[name], "time")
-                found.append(f"{functions[name]} {times} in place of {expected.counts[name]}")
-            elif (name in self) != (name in expected):
+        for name in expected.counts | self.counts:
+            num, num_expected = self.counts.get(name, 0), expected.counts.get(name, 0)
+            if num is not None and num_expected is not None and num != num_expected:
+                found.append(f"{functions[name]} {counted(num, 'time')} in place of {num_expected}")
+            elif num != num_expected and 0 in (num, num_expected):
                 found.append(f"{functions[name]}: only one of them calls it")
         return found
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.counts or name in self.uncounted

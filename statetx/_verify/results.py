@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,17 +28,31 @@ class Mismatch(NamedTuple):
         return self.error / max(self.scale, np.finfo(np.float64).tiny)
 
 
-def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Mismatch]:
-    """The results that are not equal bit for bit, in the order of `expected`; NaN equals NaN."""
+def equal_entries(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which entries are equal; NaN equals NaN."""
+    return (a == b) | ((a != a) & (b != b))
+
+
+def differences(
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    are_close: Callable[[np.ndarray, np.ndarray], np.ndarray] = equal_entries,
+) -> dict[str, Mismatch]:
+    """The results that are not equal, in the order of `expected`; by default bit for bit.
+
+    Args:
+        are_close: of the entries of floats, which are.
+    """
     mismatches = {name: Mismatch(": only one of them has it") for name in actual if name not in expected}
     for name, b in expected.items():
-        difference = _difference(actual[name], b) if name in actual else Mismatch(": only one of them has it")
+        is_there = name in actual
+        difference = _difference(actual[name], b, are_close) if is_there else Mismatch(": only one of them has it")
         if difference is not None:
             mismatches[name] = difference
     return mismatches
 
 
-def _difference(a: Any, b: Any) -> Mismatch | None:
+def _difference(a: Any, b: Any, are_close: Callable) -> Mismatch | None:
     if not hasattr(b, "dtype"):
         is_same = a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
         return None if is_same else Mismatch(f": {a!r} in place of {b!r}")
@@ -46,7 +60,7 @@ def _difference(a: Any, b: Any) -> Mismatch | None:
         return Mismatch(f": {type_str(a, weak=False)} in place of {type_str(b, weak=False)}")
     exact = not is_float(b)
     a, b = host_array(a), host_array(b)
-    is_equal = equal_entries(a, b)
+    is_equal = (equal_entries if exact else are_close)(a, b)
     if is_equal.all():
         return None
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
@@ -54,15 +68,10 @@ def _difference(a: Any, b: Any) -> Mismatch | None:
         errors = np.abs(a.astype(wide) - b.astype(wide))[~is_equal]
         sizes = np.abs(b.astype(wide))
     error = np.inf if exact or np.isnan(errors).any() else float(errors.max())
-    return Mismatch(entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
+    return Mismatch(_entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
 
 
-def equal_entries(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Which entries are equal; NaN equals NaN."""
-    return (a == b) | ((a != a) & (b != b))
-
-
-def entries_str(a: np.ndarray, b: np.ndarray, is_equal: np.ndarray) -> str:
+def _entries_str(a: np.ndarray, b: np.ndarray, is_equal: np.ndarray) -> str:
     """The first entry that differs, and how many do."""
     index = tuple(int(i[0]) for i in np.nonzero(~is_equal)) if is_equal.ndim else ()
     index_text = f"[{', '.join(map(str, index))}]" if index else ""
