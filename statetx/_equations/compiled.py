@@ -20,7 +20,7 @@ from .._text import format_bytes, format_flops, format_seconds
 from .._tree import num_bytes
 from .compiler import compile_to_measure, count_compilation, estimate_options, lower
 from .primitives import JIT, count
-from .release import with_most_released
+from .release.program import with_most_released
 from .updates import order_of_updates
 
 

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._equations.release import ANYWHERE, Release
+from .._equations.release.devices import ANYWHERE
+from .._equations.release.rewriting import Release
 from .._equations.structure import Body
 from .._lift.stage import close_derivative
 from .._lift.staged import as_types

@@ -13,7 +13,7 @@ from .. import _jax
 from .._equations.dataflow import needed_equations
 from .._equations.inline import inline
 from .._equations.primitives import FUSED, INLINED, JIT, REMAT, count, flops, inner_jaxprs, row_of
-from .._equations.release import has_loop
+from .._equations.release.loops import has_loop
 from .._lift.stage import close_derivative
 from .._positions import replaced
 from .._tree import is_float, num_bytes

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._equations.primitives import Runs, row_of
-from .._equations.release import with_released_gradients
+from .._equations.release.program import with_released_gradients
 from .._equations.structure import Body, table
 from .._jax import Jaxpr
 from .._lift.outcome import is_traced, pack

@@ -24,7 +24,8 @@ from .._equations.compiler import (
     lower,
     memory_analysis_options,
 )
-from .._equations.release import GradientStack, releasable, stacks_in, told
+from .._equations.release.fates import GradientStack, told
+from .._equations.release.program import releasable, stacks_in
 from .._equations.structure import table
 from .._errors import FunctionError, PolicyError, printable
 from .._jax import CompiledProgram

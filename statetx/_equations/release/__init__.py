@@ -12,35 +12,3 @@ output of the same type.
 
 The rewriting is for lowering. Its result is not differentiated any more, so calls with rules are inlined.
 """
-
-from .devices import ANYWHERE
-from .fates import Fate, GradientStack, told
-from .loops import RowLoop, has_loop
-from .program import (
-    ReleasedProgram,
-    releasable,
-    released_bytes,
-    repeated_flops,
-    stacks_in,
-    with_most_released,
-    with_released_gradients,
-)
-from .rewriting import Release, released
-
-__all__ = [
-    "ANYWHERE",
-    "Fate",
-    "Release",
-    "ReleasedProgram",
-    "RowLoop",
-    "GradientStack",
-    "has_loop",
-    "releasable",
-    "released",
-    "released_bytes",
-    "repeated_flops",
-    "stacks_in",
-    "told",
-    "with_most_released",
-    "with_released_gradients",
-]

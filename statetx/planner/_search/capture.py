@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from ... import _jax
 from ..._equations.compiled import Cost, Program, donated_inputs
 from ..._equations.differentiate import with_pullback
-from ..._equations.release import has_loop, repeated_flops
+from ..._equations.release.loops import has_loop
+from ..._equations.release.program import repeated_flops
 from ..._equations.structure import Body
 from ..._errors import PlanError
 from ..._jax import ArrayFunction, Arrays, Aval, Jaxpr

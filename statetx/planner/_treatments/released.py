@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..._equations.release import has_loop, released_bytes, stacks_in, told
+from ..._equations.release.fates import told
+from ..._equations.release.loops import has_loop
+from ..._equations.release.program import released_bytes, stacks_in
 from ..._jax import Jaxpr
 from ..._remat.override import override
 from .treatment import Treatment

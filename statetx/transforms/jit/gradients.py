@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _jax
-from ..._equations.release import ANYWHERE, Fate, ReleasedProgram, told
+from ..._equations.release.devices import ANYWHERE
+from ..._equations.release.fates import Fate, told
+from ..._equations.release.program import ReleasedProgram
 from ..._errors import FunctionError
 from ..._lift.context import sharding_of
 
