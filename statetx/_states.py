@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from . import _hooks, _jax
-from ._atomic import Store, in_one, locked, new_lock
+from ._atomic import Store, commit, in_one, locked, new_lock
 from ._errors import StateAccessError, StateValueError, printable
 from ._text import short_tree_type_str
 
@@ -65,11 +65,12 @@ class Kind(Protocol):
         """The store that gives the state this value."""
         ...
 
-    def get_all(self, states: Sequence[Any]) -> list[Any]: ...
+    def get_all(self, states: Sequence[Any]) -> list[Any]:
+        return [self.get(state) for state in states]
 
     def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
         """Store a value in each state by one `commit`; raise if another thread owns one of them."""
-        ...
+        commit([self.store_all(states, values)])
 
     def store_all(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         """One store that gives each state its value."""
@@ -89,7 +90,6 @@ class Kind(Protocol):
 
     def check_free(self, states: Sequence[Any]) -> None:
         """Raise if a call in another thread owns one of these states. Called where this thread has no open frame."""
-        ...
 
     def read(self, state: Any) -> Any:
         """Read the value and report it to every watcher: open frames, and the library's own."""

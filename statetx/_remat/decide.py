@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _jax, _states
 from .._equations.primitives import Runs, row_of
@@ -26,7 +25,7 @@ from .atoms import JaxPolicy, Marks, Masks, everything, names_of, nothing
 from .mark import KeepMarked, Labels
 from .override import override
 from .policy import SAVE, Action, Policy, StateRef, StoredAs, Value, Verdict
-from .stored import BITS, StoredType
+from .stored import BITS, StoredType, is_bool
 from .survey import Address, Site, Survey, SurveyedRule, names_out_of_reach
 
 
@@ -173,12 +172,8 @@ def _masks(jaxpr: Jaxpr) -> list[Site]:
         Site((i, n), Value(eqn.primitive, tuple(x.aval for x in eqn.invars), eqn.params, v.aval, is_bits=True), eqn)
         for i, eqn in enumerate(jaxpr.eqns)
         for n, v in enumerate(eqn.outvars)
-        if _is_bool(v.aval) and not _jax.is_dropped(v)
+        if is_bool(v.aval) and not _jax.is_dropped(v)
     ]
-
-
-def _is_bool(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.bool_)
 
 
 _masked: dict[Any, bool] = {}  # by primitive
@@ -228,7 +223,7 @@ def carry_formats(policy: Policy | None, jaxpr: Jaxpr, num: int) -> list[StoredT
     def format(v: Any) -> StoredType | None:
         if not isinstance(v, _jax.Var):
             return None
-        if _is_bool(v.aval):
+        if is_bool(v.aval):
             return BITS
         while v in producers and producers[v].primitive in _SAME_VALUE:
             v = producers[v].invars[0]

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from .. import _jax
-from .._equations.primitives import Runs, row_of
+from .._equations.primitives import Runs, inner_jaxprs, row_of
 from .._errors import PolicyError
 from .._jax import Jaxpr, Literal
 from .._text import suggestion
@@ -164,7 +164,7 @@ def _unpack(packed: jax.Array, length: int, num_parts: int) -> jax.Array:
 
 def are_bits(eqn: Any, operands: Sequence[bool]) -> list[bool]:
     """Tell for each result of an equation if it is proved to be 0 or 1; `operands` says the same of its operands."""
-    return [_is_bool(v) or b for v, b in zip(eqn.outvars, _proved(eqn, operands), strict=True)]
+    return [is_bool(v.aval) or b for v, b in zip(eqn.outvars, _proved(eqn, operands), strict=True)]
 
 
 def of_steps(jaxpr: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[bool]) -> tuple[list[bool], list[bool]]:
@@ -187,11 +187,11 @@ def is_bits(atom: Any) -> bool:
     if isinstance(atom, Literal):
         value = np.asarray(atom.val)
         return value.dtype.kind in "biuf" and bool(np.all(((value == 0) & ~np.signbit(value)) | (value == 1)))
-    return _is_bool(atom)
+    return is_bool(atom.aval)
 
 
-def _is_bool(v: Any) -> bool:
-    return getattr(v.aval, "dtype", None) == np.dtype(bool)
+def is_bool(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) == np.dtype(bool)
 
 
 def _proved(eqn: Any, operands: Sequence[bool]) -> list[bool]:
@@ -207,10 +207,9 @@ def _proved(eqn: Any, operands: Sequence[bool]) -> list[bool]:
         minuend = eqn.invars[0]
         return [operands[1] and isinstance(minuend, Literal) and bool(np.all(np.asarray(minuend.val) == 1))]
 
-    if row.runs is Runs.NOT or row.jaxpr not in eqn.params:
+    jaxprs = inner_jaxprs(eqn)
+    if not jaxprs:
         return [False] * num
-    param = eqn.params[row.jaxpr]
-    jaxprs = [_jax.open_jaxpr(x)[0] for x in (param if isinstance(param, (tuple, list)) else [param])]
     if row.runs is Runs.BRANCH:
         branches = [_outputs(jaxpr, operands[1:]) for jaxpr in jaxprs]
         return [all(bits) for bits in zip(*branches, strict=True)]

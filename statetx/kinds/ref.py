@@ -46,12 +46,6 @@ class _RefKind(_states.Kind):
     def write(self, state: Any, value: Any) -> None:
         commit([self.store(state, value)])
 
-    def get_all(self, states: Sequence[Any]) -> list[Any]:
-        return [_jax.ref_value(ref) for ref in states]
-
-    def set_all(self, states: Sequence[Any], values: Iterable[Any]) -> None:
-        commit([self.store_all(states, values)])
-
     def operands(self, states: Sequence[Any]) -> list[Any]:
         return [_jax.ref_array(ref) for ref in states]
 
@@ -60,9 +54,6 @@ class _RefKind(_states.Kind):
 
     def store_results(self, states: Sequence[Any], values: Iterable[Any]) -> Store:
         return in_one([_jax.ref_store_own(ref, value) for ref, value in zip(states, values, strict=True)])
-
-    def check_free(self, states: Sequence[Any]) -> None:
-        pass
 
     def announce(self, effect: _frames.Effect, live: bool) -> list[Store]:
         del live  # JAX sees every write and checks it

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _jax
 from .._equations.inline import inline
-from .._equations.primitives import EAGER, ENTERED, REMAT, Forwards, row_of
+from .._equations.primitives import EAGER, ENTERED, REMAT, Forwards, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
 from .._remat.policy import StateRef
 from .._remat.survey import Survey
@@ -240,8 +240,8 @@ def readers(jaxpr: Jaxpr) -> list[set[int]]:
         name = eqn.primitive.name
 
         # Regions count as one reader, forwarding equations as the readers of their outputs, bodies as the readers in
-        # them.
-        inner = [_jax.open_jaxpr(x)[0] for x in _loop_bodies(eqn)]
+        # them. The inputs of a body are the last operands.
+        inner = inner_jaxprs(eqn) if name in ("cond", "scan", "shard_map") else []
         if name in REMAT:
             region = (regions_of(eqn) or [UNKNOWN_REGION])[-1]
             for v in eqn.invars:
@@ -262,10 +262,3 @@ def readers(jaxpr: Jaxpr) -> list[set[int]]:
             for v in eqn.invars:
                 add(v, {NOT_REMATERIALIZED})
     return [uses.get(v, set()) for v in jaxpr.invars]
-
-
-def _loop_bodies(eqn: Any) -> Sequence[Any]:
-    """The jaxprs of a loop, branch or map, whose inputs are the last operands of the equation."""
-    if eqn.primitive.name == "cond":
-        return eqn.params["branches"]
-    return [eqn.params["jaxpr"]] if eqn.primitive.name in ("scan", "shard_map") else []
