@@ -64,32 +64,17 @@ class Release:
     def rewritten(self, jaxpr: Any) -> Released:
         opened, consts = _jax.open_jaxpr(jaxpr)
         assert not consts
-        options = _Options(self.is_demanded, current.platform() == "cpu", self.splits_sums, self.repeats)
-        return released(opened, self.overwritable, options, dict(zip(opened.invars, self.placements, strict=False)))
+        placements = dict(zip(opened.invars, self.placements, strict=False))
+        return released(opened, self.overwritable, self, placements)
 
 
-class _Options(NamedTuple):
-    """How consumers move.
-
-    Attributes:
-        is_on_cpu: whether the device is a CPU.
-        is_demanded, splits_sums, repeats: as in `Release`.
-    """
-
-    is_demanded: bool
-    is_on_cpu: bool
-    splits_sums: bool
-    repeats: bool
-
-
-def released(
-    jaxpr: Jaxpr, overwritable: Collection[int], options: _Options, placements: Mapping[Var, Any] | None = None
-) -> Released:
+def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, placements: Mapping[Var, Any]) -> Released:
     """Move the consumers of stacked results into the loops, at any depth of loops.
 
     Args:
         jaxpr: without constants.
         overwritable: the positions of inputs whose memory an output may take.
+        options: of the whole program.
         placements: of inputs (see `devices`); the others are unknown.
     """
     if not has_loop(jaxpr):
@@ -97,7 +82,7 @@ def released(
     flat = without_copies(flattened(jaxpr))
     if options.splits_sums:
         flat = with_split_sums(flat, {flat.invars[i] for i in overwritable})
-    placements = {v: (placements or {}).get(old) for old, v in zip(jaxpr.invars, flat.invars, strict=True)}
+    placements = {v: placements.get(old) for old, v in zip(jaxpr.invars, flat.invars, strict=True)}
     level = _Level(flat, overwritable, options, placements)
     for eqn in level.eqns[:]:
         if level.has(eqn):
@@ -110,7 +95,7 @@ def released(
 class _Level:
     """The equations of one jaxpr while consumers move."""
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], options: _Options, placements: Mapping[Var, Any]):
+    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], options: Release, placements: Mapping[Var, Any]):
         self._jaxpr, self._options = jaxpr, options
         self._placements = with_free_values(jaxpr.eqns, placements)
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
@@ -334,10 +319,10 @@ class _Level:
         """
         unroll = loop.params.get("unroll", 1)
         is_unrolled = unroll > 1 and not any(e.primitive.name in REMAT for e in inner_jaxprs(loop)[0].eqns)
-        is_shared = not are_read_once(eqns, in_place)
-        if self._options.is_on_cpu and is_shared:
+        is_on_cpu, is_shared = current.platform() == "cpu", not are_read_once(eqns, in_place)
+        if is_on_cpu and is_shared:
             return Fate.SHARED
-        return Fate.UNROLLED if is_unrolled and (self._options.is_on_cpu or (is_shared and unroll >= length)) else None
+        return Fate.UNROLLED if is_unrolled and (is_on_cpu or (is_shared and unroll >= length)) else None
 
     def _is_last(self, v: Var, loop: Any, consumers: Collection[Any]) -> bool:
         """Whether the variable is read by the loop, its consumers, and before these; and may be overwritten."""
