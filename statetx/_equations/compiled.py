@@ -13,7 +13,7 @@ import jax
 
 from .. import _jax
 from .._atomic import new_lock
-from .._jax import Jaxpr, Literal, Var
+from .._jax import Jaxpr, Literal
 from .._tables import Cell, Column, Table
 from .._targets import current
 from .._text import format_bytes, format_flops, format_seconds
@@ -137,7 +137,7 @@ class Program:
         # XLA removes dead equations, so they are not counted, nor are the arguments that only these read.
         jaxpr = _jax.without_dead_code(traced.jaxpr)
         self._jaxpr, self.flops, self._largest = jaxpr, count(jaxpr), _largest_value(jaxpr)
-        read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
+        read = _jax.read_variables(jaxpr)
         self._read_bytes = num_bytes([v.aval for v in jaxpr.invars if v in read])
         self.compiler_options = compiler_options
         # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile

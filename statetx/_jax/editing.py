@@ -11,7 +11,7 @@ from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.sharding_impls import UNSPECIFIED  # pyright: ignore[reportPrivateImportUsage]
 
-from .equations import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr
+from .equations import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, is_jaxpr, open_jaxpr, read_variables
 from .evaluation import interpret
 from .loops import loop_of, with_body
 from .versions import is_check_missing
@@ -92,9 +92,9 @@ def without_names(x: Any) -> Any:
     """A jaxpr, closed or not, without the names of its inputs. Where a function with a derivative rule has defaults,
     JAX has names of them too, and fails when it removes dead code from a call of the jaxpr.
     """
-    jaxpr, consts = open_jaxpr(x)
+    jaxpr = open_jaxpr(x)[0]
     jaxpr = jaxpr.replace(debug_info=jaxpr.debug_info._replace(arg_names=None))
-    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, consts)
+    return closed_like(x, jaxpr)
 
 
 def without_dead_code(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
@@ -105,7 +105,7 @@ def without_dead_code(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 def with_dropped_results(jaxpr: Jaxpr) -> Jaxpr:
     """Drop the results that nothing reads."""
-    read = {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
+    read = read_variables(jaxpr)
     drop = lambda eqn: eqn.replace(outvars=[v if v in read else _core.DropVar(v.aval) for v in eqn.outvars])
     return jaxpr.replace(eqns=[eqn if read.issuperset(eqn.outvars) else drop(eqn) for eqn in jaxpr.eqns])
 
@@ -143,16 +143,14 @@ def map_equations(fun: Callable[[Eqn], Eqn], x: Any) -> Any:
 
 def with_equations(x: Any, eqns: Sequence[Eqn]) -> Any:
     """Replace the equations of a jaxpr, closed or not; inputs and outputs stay."""
-    if isinstance(x, Jaxpr):
-        return _checked(x.replace(eqns=list(eqns)))
-    return ClosedJaxpr(_checked(x.jaxpr.replace(eqns=list(eqns))), x.consts)
+    return closed_like(x, _checked(open_jaxpr(x)[0].replace(eqns=list(eqns))))
 
 
 def closed_like(x: Any, jaxpr: Jaxpr) -> Any:
-    """Close `jaxpr`, which has no constants, if `x` is closed: a primitive's parameter is always one or always the
-    other.
+    """Close `jaxpr`, which has no constants or those of `x`, if `x` is closed: a primitive's parameter is always one or
+    always the other.
     """
-    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts if jaxpr.constvars else ())
 
 
 def named_like(closed: ClosedJaxpr, like: Jaxpr) -> ClosedJaxpr:

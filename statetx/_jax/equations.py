@@ -116,6 +116,11 @@ def equations_in(x: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
             yield from equations_in(inner)
 
 
+def read_variables(jaxpr: Jaxpr) -> set[Var]:
+    """The variables that equations read, or that are results."""
+    return {v for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in atoms if isinstance(v, Var)}
+
+
 def zero_tangent(aval: Any) -> Any:
     """The tangent that a derivative rule returns for an output of this type: a symbolic zero."""
     return SymbolicZero(aval.to_tangent_aval())

@@ -10,8 +10,8 @@ from jax._src import callback as _callback
 from jax._src import debugging as _debugging
 
 from . import patches
-from .editing import map_jaxprs
-from .equations import ClosedJaxpr, Jaxpr, equations_in, open_jaxpr
+from .editing import closed_like, map_jaxprs
+from .equations import Jaxpr, equations_in, open_jaxpr
 from .traces import ArrayImpl
 
 _note: Callable[[], None] | None = None
@@ -65,8 +65,7 @@ def without_debug_calls(x: Any) -> Any:
         return x
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in ("debug_callback", "debug_print")]
     eqns = [map_jaxprs(without_debug_calls, e).replace(effects=e.effects - _DEBUG_EFFECTS) for e in eqns]
-    jaxpr = jaxpr.replace(eqns=eqns, effects=jaxpr.effects - _DEBUG_EFFECTS)
-    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
+    return closed_like(x, jaxpr.replace(eqns=eqns, effects=jaxpr.effects - _DEBUG_EFFECTS))
 
 
 def wait_for(tree: Any) -> None:

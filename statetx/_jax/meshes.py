@@ -17,8 +17,8 @@ from jax._src import mesh as _mesh
 from jax._src.lax.control_flow import loops as _loops
 
 from .._targets import current
-from .editing import map_jaxprs
-from .equations import ClosedJaxpr, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
+from .editing import closed_like, map_jaxprs
+from .equations import Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from .evaluation import bind_equation, interpret
 from .traces import _context, eager_trace
 
@@ -204,7 +204,7 @@ def on_current_mesh(x: Any) -> Any:
     jaxpr = jaxpr.replace(
         constvars=names(jaxpr.constvars), invars=names(jaxpr.invars), outvars=names(jaxpr.outvars), eqns=eqns
     )
-    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
+    return closed_like(x, jaxpr)
 
 
 def shard_mapped(eqn: Any, fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -15,7 +15,7 @@ from jax._src.state.types import AccumEffect as _AccumEffect
 from jax._src.state.types import WriteEffect as _WriteEffect
 
 from . import patches
-from .editing import map_jaxprs, rebuild
+from .editing import closed_like, map_jaxprs, rebuild
 from .equations import ClosedJaxpr, Jaxpr, Var, inner_jaxprs, open_jaxpr
 from .rules import _RULES, has_rule, num_unseen
 from .staging import stage
@@ -230,8 +230,7 @@ def _with_changed_equations(x: Any, eqns: list[Any]) -> Any:
     if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
         return x
     effects = jaxpr.effects | {e for eqn in eqns for e in eqn.effects if isinstance(e, _InternalRefEffect)}
-    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
-    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, x.consts)
+    return closed_like(x, jaxpr.replace(eqns=eqns, effects=effects))
 
 
 def _refs_in_rules(jaxpr: Any) -> set[Any]:

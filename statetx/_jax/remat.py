@@ -20,8 +20,8 @@ from jax._src.interpreters import partial_eval as _pe
 from jaxlib.mlir import ir
 
 from . import patches
-from .editing import map_jaxprs
-from .equations import ClosedJaxpr, Jaxpr, Var, equations_in, inner_jaxprs, open_jaxpr
+from .editing import closed_like, map_jaxprs
+from .equations import Jaxpr, Var, equations_in, inner_jaxprs, open_jaxpr
 from .marks import attach_primitive, mark_primitive
 from .rules import _closed_over, has_rule, with_rule
 from .traces import JAX_FOLDER, PACKAGE_FOLDER, traceback_site
@@ -204,14 +204,13 @@ def without_remat3(x: Any) -> Any:
     # Both tests are needed: a derivative rule may hold names while its function, and so the jaxpr, holds none.
     if not (getattr(x, "is_high", False) or getattr(jax.config, "jax_remat3", False)):
         return x
-    jaxpr, consts = open_jaxpr(x)
+    jaxpr = open_jaxpr(x)[0]
     eqns = [_equation_without_remat3(eqn) for eqn in jaxpr.eqns]
     # Other operations of hijax may remain, and then the jaxpr is still a high one.
     high = any(v.aval.is_high for v in jaxpr.invars) or any(
         e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns
     )
-    jaxpr = jaxpr.replace(eqns=eqns, is_high=high)
-    return jaxpr if isinstance(x, Jaxpr) else ClosedJaxpr(jaxpr, consts)
+    return closed_like(x, jaxpr.replace(eqns=eqns, is_high=high))
 
 
 def _equation_without_remat3(eqn: Any) -> Any:

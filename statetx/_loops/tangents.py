@@ -135,9 +135,7 @@ class PulledLoop:
         self._varying = [i for i in diff_carry if i not in self._fixed]
         self.operands = body.operands
 
-        jaxpr, num = body.jaxpr, body.num_operands
-        atoms = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
-        read = {v for v in atoms if isinstance(v, _jax.Var)}
+        jaxpr, num, read = body.jaxpr, body.num_operands, _jax.read_variables(body.jaxpr)
         _, carry, _ = step.sort(jaxpr.invars[num : num + len(step.body.jaxpr.invars)])
         self.recorded = [i for i, v in enumerate(carry) if v in read]
         self._loop = make(self._arranged(jaxpr, num))

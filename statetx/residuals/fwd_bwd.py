@@ -136,9 +136,7 @@ class FwdBwd(Printed):
     def _forward_lines(self, width: int) -> Iterator[str]:
         jaxpr = self._forward
         # A function may be given far more than it reads, such as a whole dict for one item.
-        read = {
-            a for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for a in atoms if isinstance(a, _jax.Var)
-        }
+        read = _jax.read_variables(jaxpr)
         yield self._given([v for v in jaxpr.invars if v in read])
         yield from self._equations(jaxpr, width)
         yield f"return {', '.join(map(self._printer.atom, jaxpr.outvars[: self._passes.num_out]))}"
@@ -263,8 +261,7 @@ def _readable(x: Any, operands: Sequence[Any] = (), names: dict[Any, str] | None
         operands: what its first inputs are, outside.
         names: gets the names from ``checkpoint_name``.
     """
-    jaxpr, consts = _jax.open_jaxpr(x)
-    eqns: list[Any] = []
+    jaxpr, eqns = _jax.open_jaxpr(x)[0], list[Any]()
 
     def rule(eqn: Any, operands: list[Any]) -> list[Any]:
         if row_of(eqn).is_label:
@@ -285,5 +282,4 @@ def _readable(x: Any, operands: Sequence[Any] = (), names: dict[Any, str] | None
     pairs = itertools.zip_longest(operands, jaxpr.invars)
     invars = [outer if isinstance(outer, _jax.Var) else v for outer, v in pairs]
     outvars = _jax.interpret(jaxpr, [*jaxpr.constvars, *invars], rule, literal=lambda atom: atom)
-    jaxpr = jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
-    return jaxpr if x is _jax.open_jaxpr(x)[0] else _jax.close(jaxpr, consts)
+    return _jax.closed_like(x, jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns))
