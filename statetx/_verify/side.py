@@ -166,8 +166,7 @@ def restored(pairs: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for key, state in states.items():
-            _states.kind_of_state(state).set_all([state], [values[key]])
+        store(states, values)
 
 
 def value_of(state: Any) -> Any:
@@ -178,9 +177,9 @@ def has_no_value(state: Any) -> bool:
     return _states.kind_of_state(state).is_invalidated(state)
 
 
-def store(states: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for path, state in states.items():
-        _states.kind_of_state(state).set_all([state], [values[path]])
+def store(states: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
+    for key, state in states.items():
+        _states.kind_of_state(state).set_all([state], [values[key]])
 
 
 def _copied(tree: Any) -> Any:
