@@ -429,3 +429,30 @@ def test_calls_in_a_program_that_was_traced_before_are_told_apart(is_traced):
     jax.block_until_ready(step(PARAMS, X))
     profile = statetx.memory_profile(step.trace(PARAMS, X)) if is_traced else statetx.memory_profile(step, PARAMS, X)
     assert Calls(profile, "block").num == 4
+
+
+@jax.custom_vjp
+def with_rule(w, x):
+    return forward_rule(w, x)[0]
+
+
+def forward_rule(w, x):
+    y = jnp.tanh(x @ w)
+    return y @ w.T, (w, x, y)
+
+
+def backward_rule(residuals, cotangent):
+    w, x, y = residuals
+    ct = (cotangent @ w) * (1 - y * y)
+    return x.T @ ct + cotangent.T @ y, ct @ w.T
+
+
+with_rule.defvjp(forward_rule, backward_rule)
+
+
+def test_a_derivative_rule_is_no_function_to_rematerialize():
+    """What it returns is kept whatever is around its computation."""
+    loss = over(lambda p, x: jnp.sin(with_rule(p["a"], x)))
+    profile = statetx.memory_profile(jax.jit(jax.grad(loss)), PARAMS, jnp.ones((256, D)))
+    assert any("forward_rule" in step.stack for step in profile.steps)
+    assert "remat" not in {change.action for change in profile.changes if change.target == "forward_rule"}

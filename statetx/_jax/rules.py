@@ -185,6 +185,14 @@ def _rule_among(codes: Iterable[CodeType]) -> str | None:
     return None
 
 
+def calls_rule(code: CodeType) -> bool:
+    """Whether the function that this one calls is a derivative rule of the user's."""
+    return code.co_filename == custom_derivatives.__file__ and code.co_name in _CALLERS
+
+
+_CALLERS = frozenset(["_flatten_fwd", "_flatten_bwd", "_flatten_jvp"])
+
+
 class RuleGuard(Protocol):
     """Runs the derivative rules of one function, and refuses states and Refs that they touch."""
 

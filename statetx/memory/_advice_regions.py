@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from .._equations.primitives import FUSED
 from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
-from ._calls import Calls, line_of
+from ._calls import Calls, function_of, line_of
 from ._edits import ChangeCandidate, Checkpoint, Rematerialize, SaveLess, StoreBits
 from .buffer import Buffer, Change, Gap, Timeline, bits_of, is_backward, saving
 
@@ -264,14 +264,17 @@ def _is_fused(primitive: str) -> bool:
 
 
 def _functions(profile: Timeline, steps: Iterable[int]) -> list[str]:
-    """The user's functions that run these steps, innermost first; not the whole program."""
+    """The user's functions that run these steps, innermost first; not the whole program, nor derivative rules, whose
+    calls have no numbers.
+    """
     depth: dict[str, int] = {}
     for step in steps:
         for n, function in enumerate(reversed(profile.steps[step].stack)):
             depth[function] = max(depth.get(function, 0), n)
     stacks = [set(s.stack) for s in profile.steps if s.stack]
     outermost = set.intersection(*stacks) if stacks else set()  # the profiled function and its callers
-    return sorted((f for f in depth if f not in outermost), key=lambda f: (-depth[f], f))
+    numbered = {function_of(call) for s in profile.steps for call in s.calls} - {""} or depth.keys()
+    return sorted((f for f in depth if f not in outermost and f in numbered), key=lambda f: (-depth[f], f))
 
 
 def _leaves(profile: Timeline, b: Buffer, calls: Calls) -> bool:

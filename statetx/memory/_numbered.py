@@ -201,7 +201,8 @@ class _Numbering:
     def _stack(self, eqn: Any) -> _Stack:
         traceback = id(eqn.source_info.traceback)
         if traceback not in self._stacks:
-            frames = _jax.frames_of(eqn)
+            # A derivative rule is a part of what calls the function: rematerialized, it would keep no less.
+            frames = [*itertools.takewhile(lambda frame: not _jax.calls_rule(frame[0]), _jax.frames_of(eqn))]
             self._functions |= {id(c): _Function(c) for c, _ in frames if id(c) not in self._functions}
             self._stacks[traceback] = tuple(_Running(self._functions[id(code)], offset) for code, offset in frames)
         return self._stacks[traceback]
