@@ -38,7 +38,7 @@ def test_each_plan_has_the_time_limit():
     )
     seen = []
     whole = planner._plain
-    whole.time_left._left = -1000.0  # all of it is used
+    whole.time_left._used = 1000.0  # all of it is used
     assert whole.is_late()
     seen.append(planner.plan(1.0).complete)
     seen.append(planner.plan(10**9).complete)
@@ -193,7 +193,7 @@ def test_plan_that_fails_leaves_the_next_its_time():
         time_limit=60.0,
     )
     whole = planner._plain
-    whole.time_left._left = -1000.0
+    whole.time_left._used = 1000.0
     with pytest.raises(statetx.PlanError, match="the time limit ended the search"):
         planner.plan(1)
     with pytest.raises(statetx.PlanError) as error:
@@ -220,6 +220,8 @@ def test_wrong_time_limit_raises(time_limit):
         statetx.plan(loss, jnp.ones(4), argnums=0, budget="1GiB", time_limit=time_limit)
     with pytest.raises(ValueError, match="time_limit="), statetx.budget("1GiB", time_limit=time_limit):
         pass
+    with pytest.raises(ValueError, match="time_limit="):
+        statetx.explain_oom(loss, jnp.ones(4), limit="1GiB", time_limit=time_limit)
 
 
 def test_block_without_a_size_raises():

@@ -14,13 +14,15 @@ import statetx
 from statetx import _jax
 from statetx._equations import compiler
 from statetx._equations.compiler import fast_compile_options
-from statetx.memory import _deadline, oom
+from statetx.memory import oom
 from statetx.memory._edits import Rematerialize
 from statetx.memory._estimate import estimate
 from statetx.memory._show import rows_at_peak
 from statetx.memory._tried import NotTried, Trials
 from statetx.memory.measure import memory_profile
 from statetx.memory.oom import explain_oom
+from statetx.planner import _budget
+from statetx.planner._budget import TimeLeft
 from statetx.residuals._trace import TracedCall
 
 GIB = 2**30
@@ -160,7 +162,8 @@ class Clock:
     def __init__(self, monkeypatch, seconds_each=10.0):
         self.now, self.trials, self.plans, self.each = 0.0, 0, [], seconds_each
         profiled = oom.profiled
-        monkeypatch.setattr(_deadline, "time", types.SimpleNamespace(monotonic=self.read, process_time=self.read))
+        for module in (_budget, oom):
+            monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=self.read, process_time=self.read))
         monkeypatch.setattr(oom, "profiled", lambda *args: self.after(self.each, profiled, *args))
         monkeypatch.setattr(Trials, "_trial", lambda *_: lambda: self.after(self.each, self._try))
         monkeypatch.setattr(oom, "_planned", lambda *args: self.plans.append(args[-1]) or self.after(2 * args[-1] + 30))
@@ -265,7 +268,7 @@ def test_remat_of_a_function_that_returns_an_argument_takes_what_it_takes_by_han
     for size in (256, 512):  # what was traced before has other types
         arrays = [jnp.eye(32)] * 3, jax.ShapeDtypeStruct((size, 32), jnp.float32)
         call = TracedCall("explain_oom", loss_with(layer), arrays, {})
-        tried = Trials(call, gradient=True, deadline=_deadline.Deadline(None)).cost(Rematerialize("layer_of_two"))
+        tried = Trials(call, gradient=True, time_left=TimeLeft(None)).cost(Rematerialize("layer_of_two"))
         assert tried.peak_bytes == statetx.measure(loss_with(statetx.remat(layer)), *arrays).peak_bytes
 
 

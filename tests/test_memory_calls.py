@@ -15,11 +15,11 @@ from flax import nnx
 import statetx
 from statetx import _jax
 from statetx.memory._calls import Calls, function_of
-from statetx.memory._deadline import Deadline
 from statetx.memory._edits import SaveLess
 from statetx.memory._names import calls_of
 from statetx.memory._numbered import numbered, traced_call
 from statetx.memory._tried import Trials
+from statetx.planner._budget import TimeLeft
 from statetx.residuals._trace import TracedCall
 
 D = 8
@@ -390,7 +390,7 @@ def test_functions_of_equal_equations_have_their_own_names():
 
     args = PARAMS[0], X
     body = traced_call(loss, args, {}).body.jaxpr
-    trials = Trials(TracedCall("explain_oom", loss, args, {}), gradient=True, deadline=Deadline(None))
+    trials = Trials(TracedCall("explain_oom", loss, args, {}), gradient=True, time_left=TimeLeft(None))
     for function in ("first_of_equals", "second_of_equals"):
         assert len(calls_in(body, function)) == 1
         assert trials.cost(SaveLess(function)) is not None, trials.why_not(SaveLess(function))

@@ -15,10 +15,10 @@ from statetx import policies
 from statetx.memory import oom
 from statetx.memory._advice import candidates
 from statetx.memory._advice_parts import in_parts
-from statetx.memory._deadline import Deadline
 from statetx.memory._edits import AsArguments, Checkpoint, Rematerialize, SaveLess
 from statetx.memory._tried import Trials
 from statetx.memory.oom import explain_oom
+from statetx.planner._budget import TimeLeft
 from statetx.residuals._trace import TracedCall
 
 F32 = jnp.float32
@@ -33,7 +33,7 @@ def unplanned(monkeypatch, request):
 
 
 def trials_of(step, args, gradient=False, **options):
-    return Trials(TracedCall("explain_oom", step, args, {}), gradient=gradient, deadline=Deadline(None), **options)
+    return Trials(TracedCall("explain_oom", step, args, {}), gradient=gradient, time_left=TimeLeft(None), **options)
 
 
 def cost_of(step, args, *edits, gradient=False):

@@ -5,7 +5,7 @@ it fits or the time is over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from .._equations.compiled import Cost
@@ -75,201 +75,211 @@ TOOLS = {
 """By the action of a change: the name of the tool, and why a program has no such change."""
 
 
-class RemedySearch:
-    """Finds changes that make a program fit.
+def remedies_for(
+    profile: MemoryProfile, available: int | None, trials: Trials | None, tell: Callable[[str], None]
+) -> tuple[list[Remedy], list[Unused], list[Remedy]]:
+    """Find changes that make a program fit.
 
     Args:
         available: bytes for the program; None if unknown.
-        trials: compiles changed programs; None to name changes only.
+        trials: compiles changed programs, if it is known that this one does not fit; None to name changes only.
         tell: is told of each step.
 
-    Attributes:
-        unused: the tools that are not used, with the reasons.
-        tried: the changes that were compiled alone.
+    Returns:
+        The changes that together make it fit, or all that help; the tools that are not used, unless changes were only
+        named; the changes that were compiled alone.
+    """
+    needed = profile.peak_bytes + profile.constant_bytes
+    if available is not None and needed <= available:
+        return [], [], []
+    missing = float("inf") if available is None else needed - available
+    advised = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
+    if trials is not None:
+        assert available is not None
+        return _Search(profile, available, trials, tell, *in_order(advised)).run()
+    # An array that is passed as an argument may have no other copy on the device.
+    first, others = in_order(c for c in advised if c.change.action != "argument")
+    named = _named([*first, *others], frozenset())
+    return [Remedy(change, 0, needed, False) for change, _ in named], [], []
+
+
+class _Search:
+    """Compiles changes of a program that does not fit: arguments as for `remedies_for`.
+
+    Args:
+        first, others: the changes that are compiled in any case, and those that are while there is time.
     """
 
     def __init__(
         self,
         profile: MemoryProfile,
-        available: int | None,
-        trials: Trials | None,
-        tell: Callable[[str], None] = lambda text: None,
+        available: int,
+        trials: Trials,
+        tell: Callable[[str], None],
+        first: Sequence[ChangeCandidate],
+        others: Sequence[ChangeCandidate],
     ):
-        self._profile, self._available, self._trials, self._tell = profile, available, trials, tell
-        self._needed = profile.peak_bytes + profile.constant_bytes
+        self._profile, self._trials, self._tell = profile, trials, tell
+        self._first, self._others = first, others
+        self._most = available - profile.constant_bytes  # of a peak that fits
         self._alone: dict[str, str] = {}  # the effect of each tool alone, by action
-        missing = float("inf") if available is None else self._needed - available
-        advised = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
-        # An array that is passed as an argument may have no other copy on the device.
-        if trials is None:
-            advised = [c for c in advised if c.change.action != "argument"]
-        self._first, self._others = in_order(advised)
-        self.unused: tuple[Unused, ...] = ()
-        self.tried: tuple[Remedy, ...] = ()
 
-    def run(self) -> tuple[Remedy, ...]:
-        if self._available is not None and self._needed <= self._available:
-            return ()
-        chosen: list[ChangeCandidate] = []
-        unknown, remedies = [*self._first, *self._others], []
-        if self._trials is not None:
-            tried = self._try_alone(self._trials)
-            chosen = self._cheapest(tried) or self._together(self._trials, tried)
-            compiled = [t.candidate for t in tried]
-            unknown = [c for c in unknown if c not in compiled and c.change.saved_bytes > 0]
-            remedies = list(self._compiled(self._trials, chosen))
+    def run(self) -> tuple[list[Remedy], list[Unused], list[Remedy]]:
+        profile, tried = self._profile, self._try_alone()
+        chosen = self._cheapest(tried) or self._together(tried)
+        remedies = list(self._compiled(chosen))
         if not (remedies and remedies[-1].fits):
-            remedies += self._named(remedies, {b for c in chosen for b in c.buffers}, unknown)
+            compiled = [t.candidate for t in tried]
+            every = [*self._first, *self._others]
+            unknown = [c for c in every if c not in compiled and c.change.saved_bytes > 0]
+            saved = remedies[-1].saved_bytes if remedies else 0
+            needed = profile.peak_bytes + profile.constant_bytes - saved
+            for change, edit in _named(unknown, frozenset(b for c in chosen for b in c.buffers)):
+                remedies.append(Remedy(change, saved, needed, False, why_untried=self._trials.why_not(edit)))
         used = {r.change.action for r in remedies}
-        if self._profile.reordered is None:  # most programs return their updates in order
+        if profile.reordered is None:  # most programs return their updates in order
             used.add("order")
-        if self._profile.releasable is None:
+        if profile.releasable is None:
             used.add("release")
         why = {a: self._alone.get(a, none) for a, (_, none) in TOOLS.items() if a not in used}
-        if self._profile.gradient and "donate" in why:
+        if profile.gradient and "donate" in why:
             why["donate"] = "a gradient reads its arguments"
-        self.unused = tuple(Unused(TOOLS[action][0], reason) for action, reason in why.items())
-        return tuple(remedies)
+        return remedies, [Unused(TOOLS[a][0], reason) for a, reason in why.items()], [t.alone for t in tried]
 
-    # -- compiled ----------------------------------------------------------------------------------------------------
-
-    def _fits(self, cost: Cost | None) -> bool:
-        return cost is not None and self._available is not None and self._of(cost) <= self._available
-
-    def _of(self, cost: Cost) -> int:
-        return cost.peak_bytes + self._profile.constant_bytes
-
-    def _cost(self, trials: Trials, chosen: Sequence[ChangeCandidate], *, is_first: bool = False) -> Cost | None:
+    def _cost(self, chosen: Sequence[ChangeCandidate], *, is_first: bool = False) -> Cost | None:
         self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
-        return trials.cost(*_edits_of(chosen), is_first=is_first)
+        return self._trials.cost(*_edits_of(chosen), is_first=is_first)
 
-    def _try_alone(self, trials: Trials) -> list[_Alone]:
+    def _fits(self, chosen: Sequence[ChangeCandidate]) -> bool:
+        cost = self._cost(chosen)
+        return cost is not None and cost.peak_bytes <= self._most
+
+    def _try_alone(self) -> list[_Alone]:
         compiled: list[_Alone] = []
         self._tell(", ".join(TOOLS[c.change.action][0] for c in self._first))
-        trials.compile_first([_edits_of([c]) for c in self._first])
+        self._trials.compile_first([_edits_of([c]) for c in self._first])
         for n, c in enumerate([*self._first, *self._others]):
             is_first = n < len(self._first)
             if not is_first and any(t.suffices and t.operations <= NEGLIGIBLE for t in compiled):
                 self._alone.setdefault(c.change.action, "not tried: the listed changes cost nothing")
                 continue
-            cost = self._cost(trials, [c], is_first=is_first)
-            needed_before = None if cost is None else self._before(trials, c)
+            cost = self._cost([c], is_first=is_first)
+            peak_before = None if cost is None else self._peak_before(c)
             if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
                 continue
-            if cost is None or needed_before is None:
-                why = f"not tried: {trials.why_not(c.edit)}"
+            if cost is None or peak_before is None:
+                why = f"not tried: {self._trials.why_not(c.edit)}"
             else:
-                compiled.append(tried := _Alone(c, self._remedy(trials, c.change, needed_before, cost), cost))
+                remedy = self._remedy(c.change, peak_before, cost)
+                suffices = remedy.fits and not c.change.condition and c.prerequisite is None
+                added_cost = round(remedy.added_operations or 0.0, 3)
+                compiled.append(tried := _Alone(c, remedy, cost, cost.peak_bytes, added_cost, suffices))
                 why = tried.text
             self._alone.setdefault(c.change.action, why)
-        self.tried = tuple(t.alone for t in compiled)
         return compiled
 
-    def _before(self, trials: Trials, c: ChangeCandidate) -> int | None:
-        """The bytes before a change, after its prerequisite: it claims only its own saving."""
+    def _peak_before(self, c: ChangeCandidate) -> int | None:
+        """The peak before a change, after its prerequisite: it claims only its own saving."""
         if c.prerequisite is None:
-            return self._needed
-        cost = trials.cost(c.prerequisite)
-        return None if cost is None else self._of(cost)
+            return self._profile.peak_bytes
+        cost = self._trials.cost(c.prerequisite)
+        return None if cost is None else cost.peak_bytes
 
-    def _remedy(self, trials: Trials, change: Change, needed_before: int, cost: Cost) -> Remedy:
-        needed, operations = self._of(cost), trials.added_operations(cost)
-        change = change._replace(saved_bytes=needed_before - needed)
-        return Remedy(change, self._needed - needed, needed, self._fits(cost), True, operations, cost.seconds)
+    def _remedy(self, change: Change, peak_before: int, cost: Cost) -> Remedy:
+        peak, operations = cost.peak_bytes, self._trials.added_operations(cost)
+        change = change._replace(saved_bytes=peak_before - peak)
+        saved, needed = self._profile.peak_bytes - peak, peak + self._profile.constant_bytes
+        return Remedy(change, saved, needed, peak <= self._most, True, operations, cost.seconds)
 
     def _cheapest(self, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """The change that a plan would be, of those that suffice alone and hold without a condition."""
         best = best_within((t for t in tried if t.suffices), float("inf"), "auto")
         return [] if best is None else [best.candidate]
 
-    def _together(self, trials: Trials, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
+    def _together(self, tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """Changes in the order of operations for a byte until the program fits, then greater numbers of them, then
         parts of the batch.
         """
         chosen: list[ChangeCandidate] = []
-        needed = self._needed
+        peak = self._profile.peak_bytes
+
+        def saves(changed: list[ChangeCandidate], least: float = 0.0, *, is_first: bool = False) -> bool:
+            """Whether these save more than that beyond the chosen ones. Then they are the chosen ones."""
+            nonlocal chosen, peak
+            cost = self._cost(changed, is_first=is_first)
+            if cost is None or peak - cost.peak_bytes <= least:
+                return False
+            chosen, peak = changed, cost.peak_bytes
+            return True
+
+        least = _WORTH * (self._profile.peak_bytes + self._profile.constant_bytes)
         for t in sorted(tried, key=lambda t: t.price):
             c = t.candidate
             if t.alone.change.condition:  # only if nothing else suffices
                 continue
             if any(c.change.target == x.change.target and c.prerequisite != x.edit for x in chosen):
                 continue
-            cost = self._cost(trials, [*chosen, c], is_first=any(c is x for x in self._first))
-            if cost is not None and needed - self._of(cost) > _WORTH * self._needed:
-                chosen, needed = [*chosen, c], self._of(cost)
-                if self._fits(cost):
-                    return self._without_needless(trials, chosen, tried)
+            is_first = any(c is x for x in self._first)
+            if saves([*chosen, c], least, is_first=is_first) and peak <= self._most:
+                return self._without_needless(chosen, tried)
         for n in range(len(chosen)):
-            while (more := chosen[n].stronger()) is not None:
-                changed = [*chosen[:n], more, *chosen[n + 1 :]]
-                cost = self._cost(trials, changed)
-                if cost is None or self._of(cost) >= needed:
-                    break
-                chosen, needed = changed, self._of(cost)
-                if self._fits(cost):
-                    return self._without_needless(trials, chosen, tried)
-        with_parts = self._in_parts(trials, chosen, needed)
-        if with_parts is not None and self._fits(self._cost(trials, with_parts)):
-            return self._without_needless(trials, with_parts, tried)
+            while (more := chosen[n].stronger()) is not None and saves([*chosen[:n], more, *chosen[n + 1 :]]):
+                if peak <= self._most:
+                    return self._without_needless(chosen, tried)
+        with_parts = self._in_parts(chosen, peak)
+        if with_parts is not None and self._fits(with_parts):
+            return self._without_needless(with_parts, tried)
         # The number of parts that was compiled first may suffice alone, where the time is over for fewer.
         under_condition = [t.candidate for t in tried if t.alone.fits and t.candidate.prerequisite is None]
         return under_condition[:1] or with_parts or chosen
 
-    def _in_parts(self, trials: Trials, chosen: Sequence[ChangeCandidate], needed: int) -> list[ChangeCandidate] | None:
+    def _in_parts(self, chosen: Sequence[ChangeCandidate], peak: int) -> list[ChangeCandidate] | None:
         """Choose the fewest parts that suffice, on the assumption that memory is in proportion to a part's size."""
         best, num = None, 2
         while num <= _MOST_PARTS and (c := next(iter(in_parts(self._profile, num)), None)) is not None:
-            cost = self._cost(trials, [*chosen, c])
+            cost = self._cost([*chosen, c])
             if cost is None:
-                self._alone.setdefault("microbatch", f"not tried: {trials.why_not(*_edits_of([*chosen, c]))}")
+                self._alone.setdefault("microbatch", f"not tried: {self._trials.why_not(*_edits_of([*chosen, c]))}")
                 break
-            if self._of(cost) >= needed:
+            if cost.peak_bytes >= peak:
                 self._alone.setdefault("microbatch", f"{num} parts save nothing")
                 break
             best = [*chosen, c]
-            if self._fits(cost) or self._available is None:
+            if cost.peak_bytes <= self._most:
                 break
-            of_batch = (needed - self._of(cost)) * num / (num - 1)
-            for_batch = self._available - (needed - of_batch)
+            of_batch = (peak - cost.peak_bytes) * num / (num - 1)
+            for_batch = self._most - (peak - of_batch)
             num = max(2 * num, 2 ** (max(2, int(of_batch / for_batch)) - 1).bit_length()) if for_batch > 0 else 2 * num
         return best
 
-    def _without_needless(
-        self, trials: Trials, chosen: Sequence[ChangeCandidate], tried: Sequence[_Alone]
-    ) -> list[ChangeCandidate]:
+    def _without_needless(self, chosen: Sequence[ChangeCandidate], tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """Drop the changes that cost operations and are not needed, the most expensive first."""
         operations = {t.candidate.change.target: t.operations for t in tried}
         for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
             fewer = [x for x in chosen if x is not c]
             is_costly = operations.get(c.change.target, 0) > NEGLIGIBLE
-            if fewer and is_costly and self._fits(self._cost(trials, fewer)):
+            if fewer and is_costly and self._fits(fewer):
                 chosen = fewer
         return list(chosen)
 
-    def _compiled(self, trials: Trials, chosen: Sequence[ChangeCandidate]) -> Iterator[Remedy]:
-        needed = self._needed
+    def _compiled(self, chosen: Sequence[ChangeCandidate]) -> Iterator[Remedy]:
+        peak = self._profile.peak_bytes
         for n, c in enumerate(chosen, 1):
-            cost = self._cost(trials, chosen[:n])
+            cost = self._cost(chosen[:n])
             if cost is None:  # the time is over: only the whole was compiled
                 continue
-            yield self._remedy(trials, c.change, needed, cost)
-            needed = self._of(cost)
+            yield self._remedy(c.change, peak, cost)
+            peak = cost.peak_bytes
 
-    # -- named -------------------------------------------------------------------------------------------------------
 
-    def _named(
-        self, compiled: Sequence[Remedy], freed: set[Buffer], unknown: Sequence[ChangeCandidate]
-    ) -> Iterator[Remedy]:
-        """The changes that were not compiled, without bytes. Of two that free the same buffer the one that is predicted
-        to save more.
-        """
-        saved, freed = compiled[-1].saved_bytes if compiled else 0, set(freed)
-        for c in sorted(unknown, key=lambda c: -c.change.saved_bytes):
-            if not freed & c.buffers:
-                freed |= c.buffers
-                why = "" if self._trials is None else self._trials.why_not(c.edit)
-                change = c.change._replace(saved_bytes=0)
-                yield Remedy(change, saved, self._needed - saved, False, why_untried=why)
+def _named(unknown: Sequence[ChangeCandidate], freed: Set[Buffer]) -> Iterator[tuple[Change, Edit]]:
+    """The changes that were not compiled, without bytes. Of two that free the same buffer the one that is predicted to
+    save more.
+    """
+    for c in sorted(unknown, key=lambda c: -c.change.saved_bytes):
+        if not freed & c.buffers:
+            freed |= c.buffers
+            yield c.change._replace(saved_bytes=0), c.edit
 
 
 def in_order(advised: Iterable[ChangeCandidate]) -> tuple[list[ChangeCandidate], list[ChangeCandidate]]:
@@ -291,28 +301,22 @@ def _edits_of(chosen: Sequence[ChangeCandidate]) -> list[Edit]:
 
 
 class _Alone(NamedTuple):
-    """A change that was compiled alone, as a candidate of the planner is."""
+    """A change that was compiled alone, which `best_within` compares as a candidate of the planner.
+
+    Attributes:
+        temp_bytes: of the peak.
+        added_cost: operations, relative to the unchanged step.
+        suffices: whether the step fits with it alone, without a condition.
+    """
 
     candidate: ChangeCandidate
     alone: Remedy
     compiled: Cost
+    temp_bytes: int
+    added_cost: float
+    suffices: bool
 
-    @property
-    def name(self) -> str:
-        return self.candidate.change.text
-
-    @property
-    def temp_bytes(self) -> int:
-        return self.compiled.peak_bytes
-
-    @property
-    def added_cost(self) -> float:
-        return round(self.operations, 3)
-
-    @property
-    def suffices(self) -> bool:
-        """Whether the step fits with it alone, without a condition."""
-        return self.alone.fits and not self.alone.change.condition and self.candidate.prerequisite is None
+    name = "change"
 
     @property
     def operations(self) -> float:
@@ -326,7 +330,7 @@ class _Alone(NamedTuple):
         saved, is_late = self.alone.saved_bytes, self.candidate.prerequisite is not None
         if saved <= 0:
             return is_late, float("inf"), -self.candidate.change.saved_bytes
-        return is_late, max(round(self.operations, 3), 0.0) / saved, -saved
+        return is_late, max(self.added_cost, 0.0) / saved, -saved
 
     @property
     def text(self) -> str:

@@ -37,6 +37,7 @@ from .._remat.parse import as_value_policy
 from .._remat.rewriter import Rewriter
 from .._tree import is_float, num_bytes
 from ..planner import _store
+from ..planner._budget import TimeLeft
 from ..planner._program.flat import Flat, Interval, Part, flatten
 from ..planner._program.values import INPUT
 from ..planner._treatments import UNPLANNED, as_planned, rewrite
@@ -47,7 +48,6 @@ from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice_inputs import argument_of
 from ._calls import code_of, returned_arguments
-from ._deadline import Deadline
 from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients
 from ._numbered import numbered
 from ._outline import Outline, UnresolvedError
@@ -69,8 +69,8 @@ class Trials:
 
     Args:
         gradient: whether the gradient of the step is part of the program.
-        deadline: no compilation begins that is expected to end later.
-        share: of the time limit, that the trials and the time before them may take.
+        time_left: no compilation begins that is expected to end later.
+        share: of it, that the trials and the time before them may take.
         constant_bytes: of the unchanged program.
     """
 
@@ -79,7 +79,7 @@ class Trials:
         call: TracedCall,
         *,
         gradient: bool,
-        deadline: Deadline,
+        time_left: TimeLeft,
         share: float = 1.0,
         constant_bytes: int = 0,
     ):
@@ -87,14 +87,14 @@ class Trials:
         self._outline_of = functools.cache(lambda *types: Outline(call, types, keeps_order=self._keeps_order))
         self._arrays = ArrayProgram(call, gradient, evaluate=self._evaluated)
         self._constant_bytes = constant_bytes
-        self._deadline, self._share = deadline, share
+        self._time_left, self._share = time_left, share
         self._costs: dict[frozenset[Edit], Cost | NotTried] = {}
         self._captured: list[Any] = []  # the arrays that the step closes over, once they are arguments
 
     def compile_first(self, changes: Sequence[Sequence[Edit]]) -> None:
         """Compile programs side by side, even if the time is over. One is traced while others are compiled."""
         num = min(_MOST_AT_ONCE, os.cpu_count() or 1)
-        with self._deadline.compiling(len(changes)), concurrent.futures.ThreadPoolExecutor(num) as pool:
+        with self._time_left.compiling(len(changes)), concurrent.futures.ThreadPoolExecutor(num) as pool:
             try:
                 futures = {frozenset(x): pool.submit(self._trial(x)) for x in changes}
                 self._costs |= {key: future.result() for key, future in futures.items()}
@@ -110,9 +110,9 @@ class Trials:
         """
         key = frozenset(edits)
         if key not in self._costs:
-            if not (is_first or self._deadline.has_time(self._share)):
+            if not (is_first or self._time_left.has_time(self._share)):
                 return None
-            with self._deadline.compiling():
+            with self._time_left.compiling():
                 self._costs[key] = self._trial(edits)()
         cost = self._costs[key]
         return None if isinstance(cost, NotTried) else cost

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from .._equations.compiler import full_device_options, is_out_of_memory
+from .._equations.compiler import full_device_options, is_out_of_memory, num_compiled
 from .._errors import StatetxError
 from .._lift.wrapper import check_callable, name_of, short_name
 from .._spinner import spinner
 from .._tables import Cell, Column, Table, Tabular
 from .._targets import current
 from .._text import counted, format_bytes, format_seconds, parse_bytes, short_path
+from ..planner._budget import TimeLeft, read_time_limit
 from ..planner.planner import plan
 from ..residuals._trace import TracedCall, inspects
 from ..transforms.functionalize import functionalize
-from ._deadline import Deadline
 from ._estimate import estimate
 from ._logits import num_words
-from ._search import NEGLIGIBLE, Remedy, RemedySearch, Unused
+from ._search import NEGLIGIBLE, Remedy, Unused, remedies_for
 from ._show import PeakRow, rows_at_peak
 from ._tried import Trials, bytes_on_device
 from .measure import MemoryProfile, profiled
@@ -85,7 +86,7 @@ class OutOfMemory(Tabular):
     limit_source: str
     other_bytes: int
     requested_bytes: int | None
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...] = ()
     unused: tuple[Unused, ...] = ()
     tried: tuple[Remedy, ...] = ()
     plan: Alternative | None = None
@@ -300,32 +301,46 @@ def explain_oom(
         True
     """
     check_callable("explain_oom", step)
-    deadline = Deadline(time_limit)
-    with spinner(f"explain_oom of {_name(step)}", is_shown=progress) as tell:
+    time_left = TimeLeft(read_time_limit(time_limit))
+    first, processor_begin = num_compiled(), time.process_time()
+    with spinner(f"explain_oom of {_name(step)}", is_shown=progress) as tell, time_left.running():
         tell("the step")
-        report = _explained(step, args, kwargs, error, limit, gradient, deadline, tell, verify)
+        report, call = _without_changes(step, args, kwargs, error, limit, gradient, time_left)
+        profile, trials, begin = report.profile, None, time_left.used
+        if report.short_bytes and not profile.note and time_left.limit:
+            of_program = {"gradient": profile.gradient, "constant_bytes": profile.constant_bytes}
+            trials = Trials(call, time_left=time_left, share=_FOR_TRIALS, **of_program)
+        remedies, unused, tried = remedies_for(profile, report.available_bytes, trials, tell)
+        report = dataclasses.replace(report, remedies=tuple(remedies), unused=tuple(unused), tried=tuple(tried))
+        is_free = any(
+            r.fits and not (r.added_operations or 0) > NEGLIGIBLE for r in remedies[-1:]
+        )  # no plan costs less
+        if trials is not None and not is_free and gradient is not False:
+            seconds = _seconds_for_plan(time_left, time_left.used - begin)
+            if seconds is None or seconds >= _LEAST_FOR_PLAN:
+                tell("a plan")
+                report = dataclasses.replace(report, plan=_planned(report, step, args, kwargs, seconds, verify))
     return dataclasses.replace(
         report,
-        num_compiled=deadline.num_compiled,
-        seconds=deadline.seconds,
-        processor_seconds=deadline.processor_seconds,
+        num_compiled=num_compiled() - first,
+        seconds=time_left.used,
+        processor_seconds=time.process_time() - processor_begin,
     )
 
 
-def _explained(
+def _without_changes(
     step: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
     error: BaseException | str | None,
     limit: int | str | None,
     gradient: bool | None,
-    deadline: Deadline,
-    tell: Callable[[str], None],
-    verify: bool,
-) -> OutOfMemory:
+    time_left: TimeLeft,
+) -> tuple[OutOfMemory, TracedCall]:
+    """The memory of a step and of the device."""
     texts = [] if error is None else [str(error)]
     try:
-        with deadline.compiling():
+        with time_left.compiling():
             profile, call = profiled(step, args, kwargs, gradient, full_device_options())
     except Exception as e:
         if not is_out_of_memory(e):
@@ -347,41 +362,24 @@ def _explained(
 
     if limit is not None and profile.constant_bytes >= _LEAST_SHARE * (profile.peak_bytes + profile.constant_bytes):
         other_bytes = bytes_on_device(call.body.operands)
-    report = OutOfMemory(_name(step), profile, limit_bytes, source, other_bytes, _first_size(_REQUESTS, text), ())
     words, logits_bytes = num_words(call.body.jaxpr, profile)
-    report = dataclasses.replace(report, num_words=words, logits_bytes=logits_bytes)
-    trials = None
-    if report.short_bytes and not profile.note and deadline.limit:
-        constant_bytes = profile.constant_bytes
-        trials = Trials(
-            call, gradient=profile.gradient, deadline=deadline, share=_FOR_TRIALS, constant_bytes=constant_bytes
-        )
-    start = deadline.seconds
-    search = RemedySearch(profile, report.available_bytes, trials, tell)
-    report = dataclasses.replace(report, remedies=search.run(), tried=search.tried)
-    if trials is None:
-        return report
-    report = dataclasses.replace(report, unused=search.unused)
-    if report.remedies and report.remedies[-1].fits and not (report.remedies[-1].added_operations or 0) > NEGLIGIBLE:
-        return report  # no plan costs less
-    seconds = None if deadline.limit == float("inf") else _seconds_for_plan(deadline, deadline.seconds - start)
-    if gradient is False or (seconds is not None and seconds < _LEAST_FOR_PLAN):
-        return report
-    tell("a plan")
-    return dataclasses.replace(report, plan=_planned(report, step, args, kwargs, seconds, verify))
+    figures = limit_bytes, source, other_bytes, _first_size(_REQUESTS, text)
+    return OutOfMemory(_name(step), profile, *figures, num_words=words, logits_bytes=logits_bytes), call
 
 
 def _name(step: Callable[..., Any]) -> str:
     return short_name(getattr(step, "__name__", "") or name_of(step))
 
 
-def _seconds_for_plan(deadline: Deadline, for_trials: float) -> float:
-    """The time limit of a plan that ends before the deadline: until a first plan fits it may take twice its limit, and
-    then it ends the compilation that is in progress and compiles two programs more, at most.
+def _seconds_for_plan(time_left: TimeLeft, for_trials: float) -> float | None:
+    """The time limit of a plan that ends in time; None for no limit.
 
-    A search of seconds should not be followed by one of minutes.
+    Until a first plan fits it may take twice its limit, and then it ends the compilation that is in progress and
+    compiles two programs more, at most. A search of seconds should not be followed by one of minutes.
     """
-    return min((deadline.seconds_left - 3 * deadline.longest) / 2, max(for_trials, _MOST_FOR_PLAN))
+    if time_left.limit == float("inf"):
+        return None
+    return min((time_left.limit - time_left.used - 3 * time_left.longest) / 2, max(for_trials, _MOST_FOR_PLAN))
 
 
 def _planned(

@@ -120,15 +120,29 @@ def unit_question(amount: int | float) -> str:
 
 
 class TimeLeft:
-    """Seconds that a search may still take. They pass while it runs, and not while another search does.
+    """Wall time that a search may still take. It passes while the search runs, and not while another one does.
+
+    Wall time ends it, since a compilation has to be waited for: on a busy machine the longest one so far tells how long
+    the next one takes there.
 
     Args:
         seconds: None for no limit.
+
+    Attributes:
+        limit: seconds; infinity for no limit.
+        longest: seconds of the longest compilation so far, of those that are noted.
     """
 
     def __init__(self, seconds: float | None):
-        self._seconds = self._left = seconds
+        self.limit = math.inf if seconds is None else seconds
+        self.longest = 0.0
+        self._used = 0.0
         self._start: float | None = None
+
+    @property
+    def used(self) -> float:
+        """Seconds that have passed."""
+        return self._used + (0.0 if self._start is None else time.monotonic() - self._start)
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
@@ -140,25 +154,32 @@ class TimeLeft:
         try:
             yield
         finally:
-            if self._left is not None:
-                self._left -= time.monotonic() - self._start
-            self._start = None
+            self._used, self._start = self.used, None
+
+    @contextlib.contextmanager
+    def compiling(self, num: int = 1) -> Generator[None]:
+        """Note the time of a compilation, or the mean of several side by side."""
+        begin = self.used
+        try:
+            yield
+        finally:
+            self.longest = max(self.longest, (self.used - begin) / max(num, 1))
 
     def is_over(self, part: float = 1.0) -> bool:
         """Whether it has passed, or this part of it; a part above 1 is a multiple."""
-        if self._seconds is None or self._left is None:
-            return False
-        seconds_left = self._left - (0.0 if self._start is None else time.monotonic() - self._start)
-        return seconds_left <= (1 - part) * self._seconds
+        return self.used >= part * self.limit
+
+    def has_time(self, part: float) -> bool:
+        """Whether a compilation as long as the longest so far would end within this part of it."""
+        return self.used + self.longest < part * self.limit
 
     def renew(self) -> None:
         """Give as much time as at first."""
-        self._left = self._seconds
+        self._used = 0.0
 
     def pass_on(self, following: TimeLeft) -> None:
         """Let another search have what this one has not used, once it has ended."""
-        if self._left is not None and following._left is not None:
-            following._left += max(self._left, 0.0)
+        following._used -= max(self.limit - self.used, 0.0)
 
 
 def read_time_limit(time_limit: Any) -> float | None:
