@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ def estimate(step: Callable, args: tuple, kwargs: dict[str, Any], gradient: bool
     closed = jax.make_jaxpr(program.run)(*program.arrays)
     jaxpr = inline(_jax.close(_jax.without_dead_code(closed), closed.consts), calls=INLINED)
     steps = tuple(_steps(jaxpr))
-    buffers = [*_inputs(jaxpr, program.names, program.states), *_computed(jaxpr, steps)]
+    buffers = [*_buffers(jaxpr, steps, program.names, len(program.states))]
 
     sizes = {kind: sum(b.num_bytes for b in buffers if b.kind == kind) for kind in ("state", "argument", "output")}
     profile = MemoryProfile(
@@ -105,25 +106,31 @@ def _inner_peak(eqn: Any) -> int:
     return max(map(_peak, _jax.inner_jaxprs(eqn)), default=0)
 
 
-def _inputs(jaxpr: Jaxpr, names: Sequence[str], states: Sequence[str]) -> Iterator[Buffer]:
-    for i, (v, name) in enumerate(zip(jaxpr.invars, names, strict=True)):
-        kind: Kind = "state" if i < len(states) else "argument"
-        yield _buffer(v, i, num_bytes(v.aval), range(len(jaxpr.eqns)), kind, owner=name)
+def _buffers(jaxpr: Jaxpr, steps: Sequence[Step], names: Sequence[str], num_states: int) -> Iterator[Buffer]:
+    """The inputs, the computed values, and the peaks inside of equations; each has a place of its own."""
+    places = itertools.count()
+    for v, name in zip(jaxpr.invars, names, strict=True):
+        n, last = next(places), max(len(steps) - 1, 0)
+        kind: Kind = "state" if n < num_states else "argument"
+        yield Buffer(f"value {n}", num_bytes(v.aval), _type(v), 0, last, kind, "forward", name, allocation=n)
+
+    def computed(v: Var, size: int, start: int, end: int, kind: Kind, readers: tuple[int, ...] = ()) -> Buffer:
+        n, step = next(places), steps[start]
+        function = step.frames[0].function if step.frames else ""
+        origin = step.phase, function, function, step.source, step.primitive
+        return Buffer(f"value {n}", size, _type(v), start, end, kind, *origin, allocation=n, readers=readers)
+
+    for value in _values(jaxpr):
+        is_saved = steps[value.equation].phase == "forward" and steps[value.end].phase == "backward"
+        kind = "output" if value.is_output else "residual" if is_saved else "working memory"
+        yield computed(value.var, num_bytes(value.var.aval), value.equation, value.end, kind, value.readers)
+    for n, eqn in enumerate(jaxpr.eqns):
+        if inner := _inner_peak(eqn):
+            yield computed(eqn.outvars[0], inner, n, n, "working memory")
 
 
-def _computed(jaxpr: Jaxpr, steps: tuple[Step, ...]) -> Iterator[Buffer]:
-    first = len(jaxpr.invars)
-    for n, value in enumerate(_values(jaxpr), first):
-        eqn, phase = jaxpr.eqns[value.equation], steps[value.equation].phase
-        is_saved = phase == "forward" and steps[value.end].phase == "backward"
-        kind: Kind = "output" if value.is_output else "residual" if is_saved else "working memory"
-        alive = range(value.equation, value.end + 1)
-        yield _buffer(value.var, n, num_bytes(value.var.aval), alive, kind, eqn, phase, value.readers)
-    for i, eqn in enumerate(jaxpr.eqns):
-        inner = _inner_peak(eqn)
-        if inner:
-            number = first + sum(len(e.outvars) for e in jaxpr.eqns) + i
-            yield _buffer(eqn.outvars[0], number, inner, range(i, i + 1), "working memory", eqn, steps[i].phase)
+def _type(v: Var) -> str:
+    return type_str(v.aval, weak=False)
 
 
 def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
@@ -136,32 +143,3 @@ def _steps(jaxpr: Jaxpr) -> Iterator[Step]:
         frames = (_jax.StackFrame(function, file, line, 0),) if file else ()
         loop = Loop("scan", eqn.params["length"], source) if name == "scan" else None  # one step for its whole body
         yield Step(name, name, phase, source, loop, frames=frames, calls=calls_of(str(eqn.source_info.name_stack)))
-
-
-def _buffer(
-    var: Any,
-    number: int,
-    size: int,
-    alive: range,
-    kind: Kind,
-    eqn: Any = None,
-    phase: Phase = "forward",
-    readers: tuple[int, ...] = (),
-    owner: str = "",
-) -> Buffer:
-    file, line, function = ("", 0, "") if eqn is None else user_line(eqn)
-    return Buffer(
-        name=f"value {number}",
-        num_bytes=size,
-        type=type_str(var.aval, weak=False),
-        start=alive.start,
-        end=max(alive.stop - 1, alive.start),
-        kind=kind,
-        phase=phase,
-        owner=owner or function,
-        function=function,
-        source=f"{file}:{line}" if file else "",
-        primitive="" if eqn is None else eqn.primitive.name,
-        allocation=number,  # each has a place of its own
-        readers=readers,
-    )

@@ -34,28 +34,36 @@ _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 _JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _LEAVING = ("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
 
-Visit: TypeAlias = Callable[[Any, Sequence[str]], None]
+
+class DifferentiatedCall:
+    """A function that is differentiated, of one equation (`_jax.deferred_call`): ``(inputs) -> outputs``."""
+
+    def __init__(self, body: Body, name: str, num_out: int):
+        self.body, self.name, self.num_out = body, name, num_out
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        return self.body((), *inputs)
 
 
-def numbered(x: Any, paths: Sequence[str] | None = None, visit: Visit = lambda eqn, paths: None) -> Any:
-    """A jaxpr, closed or not, with the calls of the user's functions in the names of its equations.
+def numbered(x: Any, paths: Sequence[str] | None = None) -> Any:
+    """A jaxpr, closed or not, with the calls of the user's functions in the names of its equations; so are the bodies
+    of functions of one equation.
 
     Args:
         paths: for each input, of the argument or state that it is; empty for any other. By default the names of the
             arguments.
-        visit: is called with each equation, and the paths of its operands.
     """
     if paths is None:
         jaxpr, _ = _jax.open_jaxpr(x)
         names = jaxpr.debug_info.arg_names or ()
         paths = names if len(names) == len(jaxpr.invars) else [""] * len(jaxpr.invars)
-    return _Numbering(visit).jaxpr(x, paths, is_backward=False)
+    return _Numbering().jaxpr(x, paths, is_backward=False)
 
 
-def numbered_body(call: TracedCall, visit: Visit = lambda eqn, paths: None) -> Body:
+def numbered_body(call: TracedCall) -> Body:
     """The equations of a traced call, with the calls of the user's functions in their names."""
     paths = [*[""] * call.body.num_operands, *(i.origin.path for i in call.inputs)]
-    return Body(numbered(call.body.jaxpr, paths, visit), call.body.operands)
+    return Body(numbered(call.body.jaxpr, paths), call.body.operands)
 
 
 def traced_call(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> TracedCall:
@@ -131,8 +139,7 @@ _Stack: TypeAlias = tuple[_Running, ...]  # outermost first; the same object for
 class _Numbering:
     """Numbers the calls in a program, each by its first equation."""
 
-    def __init__(self, visit: Visit) -> None:
-        self._visit = visit
+    def __init__(self) -> None:
         self._functions: dict[int, _Function] = {}  # by the id of the code
         self._stacks: dict[int, _Stack] = {}  # by the id of the traceback
         self._inner: dict[tuple[int, bool], tuple[Any, Any]] = {}  # the jaxpr of a jitted function is in all its calls
@@ -150,7 +157,8 @@ class _Numbering:
             operands = ["" if isinstance(v, Literal) else path_of.get(v, "") for v in eqn.invars]
             if len(operands) == 1 and operands[0]:  # a weight in another type or form
                 path_of |= dict.fromkeys(eqn.outvars, operands[0])
-            self._visit(eqn, operands)
+            if isinstance(gradient := _jax.deferred_function(eqn), DifferentiatedCall):
+                gradient.body = Body(numbered(gradient.body.jaxpr, operands), [])
             reads.append([path for path in operands if path])
             scope = _jax.scope(eqn)
             is_reversed = (is_backward or "transpose(" in scope) and "rematted_computation" not in scope

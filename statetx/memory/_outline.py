@@ -17,21 +17,11 @@ from .._positions import replaced
 from .._remat.override import override, rewritten_by, unobserved
 from .._remat.rewriter import Rewriter
 from ..residuals._trace import TracedCall
-from ._numbered import numbered, numbered_body
+from ._numbered import DifferentiatedCall, numbered_body
 
 
 class UnresolvedError(Exception):
     """A derivative whose function is not known, as under `jax.vmap`."""
-
-
-class _DifferentiatedCall:
-    """A function that is differentiated: ``(inputs) -> outputs``."""
-
-    def __init__(self, body: Body, name: str, num_out: int):
-        self.body, self.name, self.num_out = body, name, num_out
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        return self.body((), *inputs)
 
 
 class _Deferring(Rewriter):
@@ -48,7 +38,7 @@ class _Deferring(Rewriter):
         return self
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        gradient, types = _DifferentiatedCall(body, name, num_out), [v.aval for v in body.jaxpr.outvars]
+        gradient, types = DifferentiatedCall(body, name, num_out), [v.aval for v in body.jaxpr.outvars]
         return lambda operands, *args: _jax.deferred_call(gradient, [*operands, *args], types, num_out)
 
 
@@ -65,7 +55,7 @@ class Outline:
     def __init__(self, call: TracedCall, types: Sequence[Any], *, keeps_order: bool):
         with table.bypassed(), rewritten_by(_Deferring(keeps_order=keeps_order)):
             self._traced, _ = call.retrace(types)
-        self._traced.body = numbered_body(self._traced, _number)
+        self._traced.body = numbered_body(self._traced)
         numbers = {(id(i.state), i.index): n for n, i in enumerate(call.inputs)}
         self._numbers = [numbers.get((id(i.state), i.index)) for i in self._traced.inputs]
 
@@ -80,13 +70,6 @@ class Outline:
         return self._traced.results(resolved(body.jaxpr, [*body.operands, *inputs], override.rewriter))
 
 
-def _number(eqn: Any, paths: Sequence[str]) -> None:
-    """Number the calls in the function of an equation, if it is a deferred one."""
-    gradient = _jax.deferred_function(eqn)
-    if isinstance(gradient, _DifferentiatedCall):
-        gradient.body = Body(numbered(gradient.body.jaxpr, paths, _number), [])
-
-
 class _OutlinedCall(NamedTuple):
     """A deferred call of a jaxpr, with the equation of its derivative.
 
@@ -94,7 +77,7 @@ class _OutlinedCall(NamedTuple):
         derivative: None if it has none.
     """
 
-    gradient: _DifferentiatedCall
+    gradient: DifferentiatedCall
     derivative: Any
 
 
@@ -148,7 +131,7 @@ def _calls(jaxpr: Jaxpr) -> Mapping[int, _OutlinedCall]:
     called = {}
     for eqn in jaxpr.eqns:
         gradient = _jax.deferred_function(eqn)
-        if isinstance(gradient, _DifferentiatedCall):
+        if isinstance(gradient, DifferentiatedCall):
             inputs = list(eqn.invars)
             derivatives = [e for e, p in pullbacks if p.fun is gradient and e.invars[: len(inputs)] == inputs]
             if len(derivatives) > 1:
@@ -186,7 +169,7 @@ def _call(call: _OutlinedCall, operands: list[Any], rewriter: Rewriter | None) -
     return outs, derivative
 
 
-def _edited(gradient: _DifferentiatedCall, rewriter: Rewriter | None) -> Callable:
+def _edited(gradient: DifferentiatedCall, rewriter: Rewriter | None) -> Callable:
     """A function that is differentiated, as a rewriter makes it."""
     body = gradient.body
     if _has_deferred(body.jaxpr):

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from .._equations.dataflow import alive_bytes
 from .._errors import printable
 from .._tables import HEX, Table, page, resource
 from .._text import format_bytes, short_path
 from ._advice import AdvisedTimeline
 from ._show import compare, percent, sums, table
-from .buffer import KINDS, Buffer, Kind, Step, replacements
+from .buffer import KINDS, Buffer, Kind, Step
 
 MAX_LISTED = 20_000
 """Buffers that a page lists, the largest; the others are merged. A page of so many is below 4 MB."""
@@ -244,7 +247,7 @@ def _taken(profile: AdvisedTimeline) -> dict[int, int]:
     """Bytes that others, which replace a buffer in place, take from it in its last step, by its index."""
     index = {id(b): i for i, b in enumerate(profile.buffers)}
     taken: dict[int, int] = defaultdict(int)
-    for a, _, shared in replacements(x for x in profile.buffers if x.kind != "constant"):
+    for a, _, shared in profile.replacements:
         taken[index[id(a)]] += shared
     return taken
 
@@ -254,16 +257,12 @@ def _encode_small(profile: AdvisedTimeline, listed: set[int], taken: dict[int, i
     merged = [(i, b) for i, b in enumerate(profile.buffers) if i not in listed]
     if not merged:
         return None
-    change = [0] * (len(profile.steps) + 1)
-    for i, b in merged:
-        if b.kind != "constant":
-            change[b.start] += b.num_bytes
-            change[b.end] -= taken.get(i, 0)
-            change[b.end + 1] += taken.get(i, 0) - b.num_bytes
+    spans = [(b.start, b.end, b.num_bytes) for _, b in merged if b.kind != "constant"]
+    spans += [(b.end, b.end, -taken[i]) for i, b in merged if i in taken]
     return {
         "count": len(merged),
         "max_bytes": max(b.num_bytes for _, b in merged),
-        "change": change[:-1],
+        "change": np.diff(alive_bytes(len(profile.steps), spans), prepend=0).tolist(),
     }
 
 

@@ -195,23 +195,6 @@ def bytes_of(type_: str) -> int:
     return -(-math.prod(shape_of(type_)) * bits_of(type_) // 8)
 
 
-def replacements(buffers: Iterable[Buffer]) -> list[tuple[Buffer, Buffer, int]]:
-    """Pairs of buffers where the second is written over the first, in the last step of the first, and the bytes that
-    both have then.
-    """
-    ending: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
-    buffers = list(buffers)
-    for b in buffers:
-        ending[b.allocation, b.end].append(b)
-    pairs = []
-    for b in buffers:
-        for a in ending.get((b.allocation, b.start), ()):
-            shared = min(a.offset + a.num_bytes, b.offset + b.num_bytes) - max(a.offset, b.offset)
-            if a is not b and a.start < b.start and shared > 0:
-                pairs.append((a, b, shared))
-    return pairs
-
-
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +230,7 @@ class Timeline:
         once.
         """
         alive = alive_bytes(len(self.steps), ((b.start, b.end, b.num_bytes) for b in self._counted()))
-        for _, b, shared in self._replacements:
+        for _, b, shared in self.replacements:
             alive[b.start] -= shared
         return alive
 
@@ -255,8 +238,20 @@ class Timeline:
         return [b for b in self.buffers if b.kind != "constant"]
 
     @functools.cached_property
-    def _replacements(self) -> list[tuple[Buffer, Buffer, int]]:
-        return replacements(self._counted())
+    def replacements(self) -> list[tuple[Buffer, Buffer, int]]:
+        """Pairs of buffers where the second is written over the first, in the last step of the first, and the bytes
+        that both have then; without constants.
+        """
+        buffers, ending = self._counted(), defaultdict[tuple[int, int], list[Buffer]](list)
+        for b in buffers:
+            ending[b.allocation, b.end].append(b)
+        pairs = []
+        for b in buffers:
+            for a in ending.get((b.allocation, b.start), ()):
+                shared = min(a.offset + a.num_bytes, b.offset + b.num_bytes) - max(a.offset, b.offset)
+                if a is not b and a.start < b.start and shared > 0:
+                    pairs.append((a, b, shared))
+        return pairs
 
     @functools.cached_property
     def peak_step(self) -> int:
@@ -277,7 +272,7 @@ class Timeline:
         only part of the memory is reused: then the old one is listed with the rest.
         """
         live = {id(b): b for b in self._counted() if b.start <= step <= b.end}
-        for a, b, shared in self._replacements:
+        for a, b, shared in self.replacements:
             if b.start == step and id(a) in live:
                 live[id(a)] = dataclasses.replace(a, num_bytes=live[id(a)].num_bytes - shared)
         return sorted((b for b in live.values() if b.num_bytes > 0), key=lambda b: (-b.num_bytes, b.start, b.name))

@@ -349,9 +349,9 @@ def _trace(
     call = None
     if gradient is not False or not is_jitted:
         call = traced_call(fun, args, kwargs)
-        has_gradient = not call.is_step if gradient is None else gradient
-        if (has_gradient and any(map(is_float, call.outputs))) or not is_jitted:
-            return _of_call(call, has_gradient and any(map(is_float, call.outputs))), call
+        has_gradient = any(map(is_float, call.outputs)) and (not call.is_step if gradient is None else gradient)
+        if has_gradient or not is_jitted:
+            return _of_call(call, has_gradient), call
     with created_undone(fun, args, kwargs), table.bypassed():
         traced = _staged(fun.trace(*args, **kwargs))
         named = traced if traced.inputs.states else traced._replace(inputs=Inputs(_state_names(fun, args, kwargs)))
