@@ -29,9 +29,6 @@ from .._equations.primitives import REMAT, count
 from .._equations.structure import Body, table
 from .._errors import StatetxError
 from .._jax import Jaxpr, Literal, Var
-from .._loops.strategy import Lengths
-from .._remat import decide, fence
-from .._remat.atoms import nothing
 from .._remat.override import rewritten_by
 from .._remat.parse import as_value_policy
 from .._remat.rewriter import Rewriter
@@ -40,9 +37,8 @@ from ..planner import _store
 from ..planner._budget import TimeLeft
 from ..planner._program.flat import Flat, Interval, Part, flatten
 from ..planner._program.values import INPUT
-from ..planner._treatments import UNPLANNED, as_planned, rewrite
-from ..planner._treatments.loops import loop_of
-from ..planner._treatments.treatment import Decision, Treatment
+from ..planner._treatments import UNPLANNED, AsWritten, as_planned, rewrite
+from ..planner._treatments.treatment import Decision
 from ..residuals._trace import TracedCall
 from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
@@ -345,37 +341,13 @@ def _changed_part(
     """A part that is changed, and its decision."""
     if (block := program.blocks.get(span)) is not None:
         return block, decision
-    part, as_written = program.part(*span), _AsWritten(edit.policy, is_step)
+    part, policy = program.part(*span), None if edit.policy is None else as_value_policy(edit.policy)
     if part.eqn is not None:
-        return part, decision if edit.policy is None else Decision(None, (as_written,))
+        return part, decision if policy is None else Decision(None, (AsWritten(policy, fence=None),))
     called = _as_called(program, part, span, getattr(edit, "function", ""), keeps_order)
     numbers = {i: called.invars.index(part.invars[i]) for i in decision.inputs}
     inputs = frozenset(((INPUT, numbers[i]), way) for i, way in decision.inputs.items())
-    return called, Decision(inputs, (as_written,))
-
-
-@dataclasses.dataclass(frozen=True)
-class _AsWritten(Treatment):
-    """A rematerialized function, or a loop whose body is one, as by `statetx.remat`.
-
-    Attributes:
-        policy: the name of a stock policy; None for the inputs that the decision stores in fewer bits.
-        is_step: whether it is called directly in the step of a loop, where it is not kept from being merged with the
-            forward pass.
-    """
-
-    policy: str | None
-    is_step: bool
-
-    name = "as written"
-
-    def replacement(self, part: Part, decision: Decision) -> Callable:
-        policy = nothing if self.policy is None else as_value_policy(self.policy)
-        if part.eqn is not None:
-            return loop_of(part, Lengths(part.eqn.params["length"]), policy)
-        marked, saved = decision.marked(part.jaxpr) if policy == nothing else decide.apply(policy, part.jaxpr, (), "")
-        fenced = saved if self.is_step else fence.with_fence(saved, "auto")
-        return lambda *args: _jax.rematerialize(marked, args, policy=fenced, prevent_cse=not self.is_step)
+    return called, Decision(inputs, (AsWritten(policy, fence=None if is_step else "auto"),))
 
 
 def _as_called(program: Flat, part: Part, span: Interval, function: str, keeps_order: bool) -> Part:

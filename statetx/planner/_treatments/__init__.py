@@ -5,16 +5,21 @@ To add one, write its file and list it here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 
 from ... import _jax
 from ..._equations.structure import Body
 from ..._jax import ArrayFunction, Aval, Jaxpr
-from ..._remat import fence
+from ..._loops.strategy import Lengths
+from ..._remat import decide
+from ..._remat.fence import with_fence
 from ..._remat.override import override
+from ..._remat.policy import Policy
 from .._program.flat import Part, run
 from .copies import Copies
 from .groups import InGroups
@@ -34,11 +39,33 @@ UNPLANNED = Decision()
 """The decision to leave a part unchanged, without its bytes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class AsWritten(Treatment):
+    """A region, or the steps of a loop, rematerialized as a user would write it. No plan has it.
+
+    Attributes:
+        policy: None for the values that the decision saves.
+        fence: as for `remat`; None where it is called directly in the step of a loop, which keeps it from being merged
+            with the forward pass.
+    """
+
+    policy: Policy | None
+    fence: str | None = "auto"
+
+    name = "as written"
+
+    def replacement(self, part: Part, decision: Decision) -> ArrayFunction:
+        if part.eqn is not None:
+            return loop_of(part, Lengths(part.eqn.params["length"]), self.policy, self.fence)
+        if self.policy is None:
+            return _rematerialized(*decision.marked(part.jaxpr), self.fence)
+        return _rematerialized(*decide.apply(self.policy, part.jaxpr, (), ""), self.fence)
+
+
 def rewrite(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
     decisions: Sequence[Decision],
-    *,
     last_input: int | None = None,
     is_sequential: bool = False,
 ) -> Jaxpr:
@@ -112,5 +139,9 @@ def _region(part: Part, decision: Decision) -> ArrayFunction | None:
         return None
     # A region that saves nothing is bound exactly as the user's remat would be, inner jits included: XLA's scheduling,
     # and with it the memory, depends on them.
-    jaxpr, policy = decision.marked(part.jaxpr if decision.labels() else part.original_jaxpr)
-    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fence.with_fence(policy, "auto"), prevent_cse=True)
+    return _rematerialized(*decision.marked(part.jaxpr if decision.labels() else part.original_jaxpr))
+
+
+def _rematerialized(jaxpr: Jaxpr, policy: Any, fence: str | None = "auto") -> ArrayFunction:
+    fenced = with_fence(policy, fence)
+    return lambda *args: _jax.rematerialize(jaxpr, args, policy=fenced, prevent_cse=fence is not None)
