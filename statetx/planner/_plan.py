@@ -130,9 +130,7 @@ class Plan(PlanData, Tabular, Rewriter):
         gradient = self._find(fingerprint(program), name)
         if gradient is None:
             return body
-        planned = rewrite(
-            *gradient.split(program), last_input=gradient.last_input, is_sequential=gradient.is_sequential
-        )
+        planned = rewrite(*gradient.split(program), gradient.last_input, gradient.is_sequential)
         return as_planned(Body(planned, []))
 
     def _find(self, lines: tuple[str, ...], name: str) -> GradientPlan | None:

@@ -11,7 +11,7 @@ from .. import _records
 from .._errors import PlanError
 from .._jax import Jaxpr
 from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
-from ._budget import STEP, TEMPORARIES
+from ._budget import STEP, TEMPORARIES, ByteBudget
 from ._program.fingerprint import digest_of
 from ._program.flat import Flat, Part
 from ._program.values import KEEP, ON_HOST, InFormat, Way
@@ -113,8 +113,7 @@ class GradientPlan:
             tuple(region.start for region in choice.regions),
             tuple(numbers[decision] for decision in decisions),
             tuple(numbers),
-            None if waits is Waits.FOR_NOTHING else choice.first_read(),
-            waits is Waits.FOR_GRADIENTS,
+            *choice.order(waits),
             gradient.lines,
         )
 
@@ -278,21 +277,27 @@ STORED_PLAN: Check = record({name: check for name, check in _checks.items() if n
 
 
 def fields_of(
-    search: ProgramSearch, program: PlannedProgram, unplanned: ProgramSearch, options: SearchOptions, **of_call: Any
+    search: ProgramSearch,
+    program: PlannedProgram,
+    unplanned: ProgramSearch,
+    options: SearchOptions,
+    budget: ByteBudget,
 ) -> dict[str, Any]:
     """The fields of a plan for the store, as JSON values.
 
     Args:
         unplanned: for the program that the plan is compared with.
-        of_call: further fields: name and budget.
     """
     fixed, captured, unplanned_flops = search.fixed(), search.captured, unplanned.unplanned_flops
     # Of the search's own baseline, which has the rematerialized functions that plans leave.
     base_flops = program.compiled.flops - program.added_cost
     added: Callable[[float], float] = lambda cost: (base_flops + cost - unplanned_flops) / max(unplanned_flops, 1)
     pairs = zip(captured.gradients, program.candidates, strict=True)
-    return of_call | {
+    return {
         "version": VERSION,
+        "name": captured.name,
+        "of": budget.of,
+        "budget_bytes": budget.amount,
         "objective": options.objective,
         "is_step": captured.is_step,
         "argument_bytes": fixed.argument_bytes,

@@ -8,7 +8,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from .. import _jax, _states
 from .._errors import PlanError, PolicyWarning
@@ -27,17 +27,12 @@ from ._program.fingerprint import full_fingerprint
 from ._program.values import read_formats
 from ._record import OBJECTIVES, STORED_PLAN, are_decisions_for, fields_of
 from ._search.capture import Captured, variants
-from ._search.errors import impossible
 from ._search.program import PlannedProgram, ProgramSearch, fixed_above
-from ._search.search import Search, SearchOptions
+from ._search.search import Search, SearchOptions, impossible
 from ._search.times import Timer, refuse_unknown_times
 from ._show import described
 from ._treatments import TREATMENTS
 from ._treatments.treatment import Treatment
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Method = Callable[Concatenate["ProgramPlanner", P], R]
 
 DEFAULT_TIME_LIMIT = 60.0
 
@@ -132,9 +127,9 @@ def plan(
     """
     check_flags("plan", offload=offload, progress=progress, verify=verify)
     amount = ByteBudget.read(budget, of).amount  # a mistake shows before anything is traced
-    options = {"objective": objective, "offload": offload, "argnums": argnums, "time_limit": time_limit}
-    options |= {"stored_as": stored_as}
-    new_plan = Planner(fun, *args, of=of, progress=progress, **options, **kwargs).plan(amount)
+    options: dict[str, Any] = {"objective": objective, "offload": offload, "stored_as": stored_as, "argnums": argnums}
+    options |= {"of": of, "time_limit": time_limit, "progress": progress}
+    new_plan = Planner(fun, *args, **options, **kwargs).plan(amount)
     if verify:
         _verify(new_plan, fun, args, kwargs)
     return new_plan
@@ -147,17 +142,6 @@ def _verify(plan: Plan, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     report = same_step(functions[0], functions[1], *filled((args, kwargs)), steps=1, tolerance=None)
     if report.problem:
         raise PlanError(f"The plan for {plan.name} is wrong. {report.problem}\nFix: report it; use policies.nothing.")
-
-
-def _for_target(method: Method[P, R]) -> Method[P, R]:
-    """Let a method of `Planner` run for the target that the planner was made for, and within its program."""
-
-    @functools.wraps(method)
-    def run(self: ProgramPlanner, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with current.kept(self.target), self.captured.context.bind_axes():
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class ProgramPlanner:
@@ -179,8 +163,14 @@ class ProgramPlanner:
         self._timer = Timer() if options.objective == "time" and current.absent() is None else None
         self._needs_baseline = False
 
-        # The search outlives each progress bar: it reports to the current one.
+        # The search outlives each progress bar: it reports to the last one.
         self._report: Callable[[str], None] = lambda text: None
+
+    @contextlib.contextmanager
+    def _for_target(self) -> Generator[None]:
+        """A block for the target that the planner was made for, and within its program."""
+        with current.kept(self.target), self.captured.context.bind_axes():
+            yield
 
     @functools.cached_property
     def _searches(self) -> list[ProgramSearch]:
@@ -222,29 +212,28 @@ class ProgramPlanner:
         """The search for the only gradient."""
         return self._plain.searches[0]
 
-    @_for_target
     def ends(self) -> tuple[int, int]:
         """The least bytes reached so far, and the baseline's, counted as in the budget."""
         ends: list[tuple[int, int]] = []
-        for search in self._searches:
-            with search.time_left.running():
-                ends.append(search.ends())
-        self._renew_time()
-        fixed = ByteBudget(0, self._of).fixed_bytes(self._plain.fixed())
+        with self._for_target():
+            for search in self._searches:
+                with search.time_left.running():
+                    ends.append(search.ends())
+            self._renew_time()
+            fixed = ByteBudget(0, self._of).fixed_bytes(self._plain.fixed())
         return min(least for least, _ in ends) + fixed, ends[-1][1] + fixed
 
-    @_for_target
     def plan(self, budget: int | float | str) -> Plan:
         """The best plan for a budget."""
         budget_ = ByteBudget.read(budget, self._of)
-        key = self.key(budget_)
         is_valid: Callable[[dict[str, Any]], bool] = lambda fields: self._is_for_program(fields, budget_)
-        fields = _store.remembered(key, STORED_PLAN, lambda: self._found(budget_), is_valid)
-        return _warn_if_expensive(self._as_plan(fields))
+        with self._for_target():
+            fields = _store.remembered(self.key(budget_), STORED_PLAN, lambda: self._found(budget_), is_valid)
+            return _warn_if_expensive(self._as_plan(fields))
 
     def _found(self, budget: ByteBudget) -> dict[str, Any]:
         """The fields of the best plan for a budget."""
-        with self._show_progress(), unobserved():  # a search takes gradients itself
+        with self._progress as self._report, unobserved():  # a search takes gradients itself
             amount = budget.amount
             if budget.of == STEP and isinstance(amount, int):
                 fixed = fixed_above(self.captured, amount)
@@ -263,13 +252,13 @@ class ProgramPlanner:
         for search in vars(self).get("_searches", ()):
             search.time_left.renew()
 
-    @_for_target
     def best(self, budget: int) -> Plan | None:
         """The best plan compiled so far, for any budget, that keeps this one; None if none does."""
         budget_ = ByteBudget(int(budget), self._of)
-        best = (search.best(budget_.left(search.fixed())) for search in self._searches)
-        fitting = [program for program in best if program is not None]
-        return self._as_plan(self._fields(self._faster(fitting), budget_)) if fitting else None
+        with self._for_target():
+            best = (search.best(budget_.left(search.fixed())) for search in self._searches)
+            fitting = [program for program in best if program is not None]
+            return self._as_plan(self._fields(self._faster(fitting), budget_)) if fitting else None
 
     def _choose(self, budget: ByteBudget) -> PlannedProgram:
         """The best program: of one of the variants."""
@@ -308,9 +297,8 @@ class ProgramPlanner:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _fields(self, program: PlannedProgram, budget: ByteBudget) -> dict[str, Any]:
-        of_call = {"name": self.name, "of": budget.of, "budget_bytes": budget.amount}
         (search,) = (search for search in self._searches if search.captured is program.captured)
-        fields = fields_of(search, program, self._plain, self._options, **of_call)
+        fields = fields_of(search, program, self._plain, self._options, budget)
         return fields if self._timer is None else fields | self._timer.fields(program)
 
     def _as_plan(self, fields: dict[str, Any]) -> Plan:
@@ -318,16 +306,16 @@ class ProgramPlanner:
         # It may be asked for outside of the block of the target.
         return Plan(fields | {"name": self.name}, current.bind(lambda gradients: described(flat, gradients)))
 
-    @_for_target
     def key(self, *settings: Any) -> str:
         """A digest of the program, the options of its plans, and other settings, in the store."""
         captured = self.captured
-        more: list[Any] = [gradient.stored for gradient in captured.gradients]
-        if captured.step is not None:
-            outline = captured.step.outline
-            more += [full_fingerprint(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
-            more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
-        return _store.key_of(*settings, self._options, *more)
+        with self._for_target():
+            more: list[Any] = [gradient.stored for gradient in captured.gradients]
+            if captured.step is not None:
+                outline = captured.step.outline
+                more += [full_fingerprint(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
+                more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
+            return _store.key_of(*settings, self._options, *more)
 
     def _is_for_program(self, fields: dict[str, Any], budget: ByteBudget) -> bool:
         """Whether stored fields are what this planner may answer: all that it can check."""
@@ -342,15 +330,6 @@ class ProgramPlanner:
         """The program that stored fields are for."""
         key = fields["variant"], fields["of_step"]
         return next((c for c in self._variants if (c.variant, c.of_step) == key), self.captured)
-
-    @contextlib.contextmanager
-    def _show_progress(self) -> Generator[None]:
-        try:
-            with self._progress as report:
-                self._report = report
-                yield
-        finally:
-            self._report = lambda text: None
 
 
 def _cheapest(programs: Sequence[PlannedProgram]) -> PlannedProgram:

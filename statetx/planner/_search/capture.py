@@ -34,7 +34,7 @@ from .._program.fingerprint import full_fingerprint, rules_of
 from .._program.flat import flatten, last_reads
 from .._treatments import as_planned
 from .._treatments.inner_gradients import VARIANTS, InnerGradients
-from .._treatments.released import NOTHING_RELEASED, ReleasedGradients
+from .._treatments.released import released
 from .._treatments.treatment import Treatment
 from .._tuned import TUNED
 
@@ -188,7 +188,11 @@ class CapturedStep:
         """The step with these programs in place of the functions that it differentiates, which have these keys."""
         # Staged for each candidate: the functions are differentiated inside, so they have to be replaced when the step
         # is traced.
-        return self._compiled(self.with_gradients(programs) if programs else self.program, compiler_options)
+        recorded = self.with_gradients(programs) if programs else self.program
+        avals = [v.aval for v in recorded.jaxpr.invars]
+        run: Callable[..., Arrays] = lambda *inputs: _jax.evaluate(recorded.jaxpr, (), inputs)
+        with self._outside():
+            return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
 
     def with_gradients(self, programs: dict[tuple[str, ...], Jaxpr]) -> Recorded:
         """The step with other gradients, as for `compiled_with`, before it is compiled."""
@@ -203,15 +207,6 @@ class CapturedStep:
     def _outside(self) -> contextlib.AbstractContextManager[None]:
         # The axes of a shard_map are bound while its gradient is analyzed, but the step begins outside of it.
         return _jax.outside_all_transforms() if self.is_in_shard_map else contextlib.nullcontext()
-
-    def _compiled(self, recorded: Recorded, compiler_options: dict[str, Any] | None) -> Program:
-        avals = [v.aval for v in recorded.jaxpr.invars]
-
-        def run(*inputs: jax.Array) -> Arrays:
-            return _jax.evaluate(recorded.jaxpr, (), inputs)
-
-        with self._outside():
-            return recorded.context.program(run, avals, compiler_options, self.donated, recorded.constants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,12 +244,11 @@ class Captured:
     def released(self, programs: Sequence[Jaxpr]) -> dict[str, Any]:
         """The gradients that the step releases, with these programs in place of them, as fields of a plan."""
         if self.step is None or not any(has_loop(gradient.jaxpr) for gradient in self.gradients):
-            return dict(NOTHING_RELEASED)
-        if not programs:
-            return ReleasedGradients.released(self.step.program.jaxpr)
-        if not self.released_bytes:
-            return dict(NOTHING_RELEASED)
-        return ReleasedGradients.released(self.step.with_gradients(self._by_key(programs)).jaxpr)
+            return released(None)
+        if programs and not self.released_bytes:
+            return released(None)
+        step = self.step.with_gradients(self._by_key(programs)) if programs else self.step.program
+        return released(step.jaxpr)
 
     @functools.cached_property
     def released_bytes(self) -> int:

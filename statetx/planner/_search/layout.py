@@ -95,14 +95,17 @@ class Choice:
 
     def rewrite(self, waits: Waits = Waits.FOR_NOTHING) -> Jaxpr:
         """Apply its option to each region."""
-        last_input = None if waits is Waits.FOR_NOTHING else self.first_read()
-        is_sequential = waits is Waits.FOR_GRADIENTS
         parts, decisions = [r.part for r in self.regions], [option.decision for option in self.options]
-        return rewrite(self.program.jaxpr, parts, decisions, last_input=last_input, is_sequential=is_sequential)
+        return rewrite(self.program.jaxpr, parts, decisions, *self.order(waits))
 
-    def first_read(self) -> int | None:
-        """The smallest input, by number, of the first region with a backward pass; None if it has none."""
+    def order(self, waits: Waits) -> tuple[int | None, bool]:
+        """The last two arguments of `rewrite`. The input that waits is the smallest one of the first region with a
+        backward pass, if there is one.
+        """
+        if waits is Waits.FOR_NOTHING:
+            return None, False
         first = next((r.part for r in self.regions if not r.front.is_free), None)
         reads, inputs = [] if first is None else first.invars, self.program.jaxpr.invars
         numbers = [i for i, v in enumerate(inputs) if v in reads and is_float(v.aval)]
-        return min(numbers, key=lambda i: device_bytes(inputs[i].aval), default=None)
+        last_input = min(numbers, key=lambda i: device_bytes(inputs[i].aval), default=None)
+        return last_input, waits is Waits.FOR_GRADIENTS

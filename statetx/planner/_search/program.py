@@ -15,16 +15,17 @@ from typing import TypeVar
 
 from ..._equations.compiled import Cost, Program
 from ..._equations.compiler import candidate_options, fast_compile_options
+from ..._errors import PlanError
 from ..._jax import Jaxpr
 from ..._largest import largest_within
-from ..._text import MOST_BYTES
+from ..._text import MOST_BYTES, format_bytes, short_path
+from ...residuals._trace import user_line
 from ...residuals.diagnosis import BASELINE
-from .._budget import TEMPORARIES, ByteBudget, TimeLeft
+from .._budget import STEP, TEMPORARIES, ByteBudget, TimeLeft, unit_question
 from .._treatments.treatment import undominated
 from .._tuned import TUNED
 from .candidates import Candidate, best_within
 from .capture import Captured
-from .errors import no_plan
 from .layout import Waits
 from .search import Search, SearchOptions, bytes_left
 
@@ -169,16 +170,53 @@ class ProgramSearch:
             PlanError: none is found.
         """
         program = self.find(budget)
-        smallest = 0
         if program is None:  # a small program may keep the budget without a plan, whatever was predicted
             smallest = self._alone.smallest_bytes() if self._alone else self.smallest().temp_bytes
             program = self.best(self._left(budget))
-        if program is not None:
-            return program
-        has_saving = not self.has_baseline() or self.smallest().temp_bytes < self.unplanned_bytes()
-        smallest += budget.fixed_bytes(self.fixed())
-        undivided = self._alone.undivided if self._alone else None
-        raise no_plan(self.captured, budget, self.fixed(), smallest, self.is_complete(), has_saving, undivided)
+            if program is None:
+                raise self._no_plan(budget, smallest + budget.fixed_bytes(self.fixed()))
+        return program
+
+    def _no_plan(self, budget: ByteBudget, smallest_bytes: int) -> PlanError:
+        """The error that no candidate keeps a budget.
+
+        Args:
+            smallest_bytes: the least bytes reached, counted as in the budget.
+        """
+        name, budget_bytes, fixed = self.captured.name, int(budget.amount), self.fixed()
+        late, fixes = "", list[str]()
+        if not self.is_complete():
+            late, fixes = ", when the time limit ended the search", ["give the search more time (time_limit=None)"]
+        undivided, held = self._alone.undivided if self._alone else None, ""
+        if undivided is not None and undivided[1] > budget.left(fixed):
+            eqn, held_bytes = undivided
+            file, line, _ = user_line(eqn)
+            place = f" at {short_path(file)}:{line}" if file else ""
+            held = (
+                f" The backward pass of one operation takes {format_bytes(held_bytes)} of it, which no plan changes: "
+                f"{eqn.primitive.name}{place}."
+            )
+            fixes.insert(0, "let this operation store less, such as fewer checkpoints of a solver")
+        elif self.captured.is_step and self.has_baseline() and self.smallest().temp_bytes >= self.unplanned_bytes():
+            # Its gradients take nothing that a plan could save.
+            loss = (
+                f"if {name} is a loss, give argnums=, so that its own gradient is planned (it takes small ones itself)"
+            )
+            fixes.insert(0, loss)
+        parts = ""
+        if budget.of == STEP:
+            donate = "" if fixed.alias_bytes else " (plan the jitted step, if it donates arguments)"
+            parts = (
+                f" Arguments take {format_bytes(fixed.argument_bytes)} of it and outputs "
+                f"{format_bytes(fixed.output_bytes - fixed.alias_bytes)}, which no plan changes{donate}."
+            )
+        fixes.append("allow that much; or rematerialize smaller parts, make the batch smaller, or let the loop's steps")
+        return PlanError(
+            f"No plan for {name} keeps the budget of {format_bytes(budget_bytes)}: the smallest found needs "
+            f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} "
+            f"more{late}.{held}{parts}{unit_question(budget.amount)}\nFix: {'; '.join(fixes)} compute less.",
+            smallest_bytes=smallest_bytes,
+        )
 
     def find(self, budget: ByteBudget) -> PlannedProgram | None:
         """The cheapest program within a budget; None if none is found.

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ... import _jax
+from ..._equations.compiled import Cost
 from ..._equations.compiler import estimate_options
 from ..._equations.primitives import flops
+from ..._errors import PlanError
 from ..._jax import Eqn
 from ..._largest import largest_within
 from ..._remat.parse import as_value_policy
@@ -19,7 +21,7 @@ from ..._remat.stored import BITS
 from ..._targets import current
 from ..._text import MOST_BYTES, format_bytes
 from ...residuals.diagnosis import BASELINE
-from .._budget import ByteBudget, TimeLeft
+from .._budget import ByteBudget, TimeLeft, unit_question
 from .._program.flat import Flat
 from .._program.values import Formats
 from .._treatments import TREATMENTS, UNPLANNED
@@ -28,7 +30,6 @@ from .._treatments.treatment import Settings, Treatment
 from .._tuned import TUNED
 from .candidates import STOCK, Baseline, Candidate, Candidates, Compiled, best_within, is_long, predicted_bytes
 from .capture import Captured, ProgramOf
-from .errors import impossible
 from .lattice import Family, Lattice
 from .layout import Choice
 
@@ -66,6 +67,22 @@ def bytes_left(budget: ByteBudget, captured: Captured, compiled: Sequence[Compil
     if left < 0 or (left == 0 and all(c.temp_bytes for c in compiled)):  # one without temporaries keeps the budget
         raise impossible(captured, budget, compiled[0].compiled)
     return max(left, 1)
+
+
+def impossible(captured: Captured, budget: ByteBudget, fixed: Cost) -> PlanError:
+    """The error that arguments and outputs leave nothing of the budget for temporaries."""
+    constant_bytes = captured.constant_bytes  # which the budget does not count
+    donated = f" ({format_bytes(fixed.alias_bytes)} of them in place of donated arguments)" if fixed.alias_bytes else ""
+    constants = f" Its constants, which do not count, take {format_bytes(constant_bytes)}." if constant_bytes else ""
+    return PlanError(
+        f"No plan for {captured.name} keeps the budget of {format_bytes(int(budget.amount))}: arguments take "
+        f"{format_bytes(fixed.argument_bytes)} and outputs {format_bytes(fixed.output_bytes)}{donated}, which no plan "
+        f"changes, so none was searched for.{constants}{unit_question(budget.amount)}\n"
+        f"Fix: allow more than {format_bytes(fixed.fixed_bytes)}; make the arguments smaller (a smaller batch, "
+        f"bfloat16, more devices){'' if fixed.alias_bytes else ', or plan the jitted step that donates them'}; "
+        f"or count temporaries alone, of='temporaries'.",
+        smallest_bytes=fixed.fixed_bytes,
+    )
 
 
 class Search:

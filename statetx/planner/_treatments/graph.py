@@ -79,7 +79,6 @@ class Graph:
         diff_indices = [i for i, v in enumerate(jaxpr.invars) if is_differentiated[i] and is_float(v.aval)]
         out_indices = [i for i, v in enumerate(jaxpr.outvars) if has_cotangent[i] and is_float(v.aval)]
         self.diff_indices = frozenset(diff_indices)
-        self._out_indices = out_indices
         self._is_computed = [is_computed[i] for i in diff_indices]
 
         # Differentiated with every value marked, for choices of what to save. Without the marks it is the derivative of

@@ -13,7 +13,13 @@ from ..._jax import Jaxpr
 from ..._remat.override import override
 from .treatment import Treatment
 
-NOTHING_RELEASED: dict[str, Any] = {"released_bytes": 0, "released": []}
+
+def released(step: Jaxpr | None) -> dict[str, Any]:
+    """Bytes of the gradients that a staged step releases, and a line for each of its loops, as in a record; without a
+    step none.
+    """
+    stacks = [] if step is None else [stack for stack in stacks_in(step) if stack.is_released]
+    return {"released_bytes": released_bytes(stacks), "released": list(told(stacks))}
 
 
 class ReleasedGradients(Treatment):
@@ -31,12 +37,6 @@ class ReleasedGradients(Treatment):
     @classmethod
     def around(cls) -> contextlib.AbstractContextManager[None]:
         return override.releasing_gradients()
-
-    @classmethod
-    def released(cls, step: Jaxpr) -> dict[str, Any]:
-        """Bytes of the gradients that a staged step releases, and a line for each of its loops; as in a record."""
-        stacks = [stack for stack in stacks_in(step) if stack.is_released]
-        return {"released_bytes": released_bytes(stacks), "released": list(told(stacks))}
 
 
 class RepeatedGradients(ReleasedGradients):
