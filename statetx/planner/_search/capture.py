@@ -19,7 +19,7 @@ from ..._equations.release.program import repeated_flops
 from ..._equations.structure import Body
 from ..._errors import PlanError
 from ..._jax import ArrayFunction, Arrays, Aval, Jaxpr
-from ..._lift.context import TraceContext, close_over, device_bytes, sharding_of
+from ..._lift.context import TraceContext, close_over, device_bytes, divides, sharding_of
 from ..._lift.differentiated import resolve_argnums
 from ..._lift.wrapper import name_of
 from ..._remat.decide import refuse_effects
@@ -328,13 +328,10 @@ class Captured:
 
 
 def _bytes_on_device(aval: Aval, sharding: jax.sharding.NamedSharding | None) -> int:
-    if sharding is None or len(sharding.spec) > len(_jax.shaped(aval).shape):
+    array = _jax.shaped(aval)
+    if sharding is None or len(sharding.spec) > len(array.shape) or not divides(sharding, array.shape):
         return device_bytes(aval)
-    try:
-        shape = sharding.shard_shape(_jax.shaped(aval).shape)
-    except ValueError:  # it does not divide the shape
-        return device_bytes(aval)
-    return num_bytes(jax.ShapeDtypeStruct(shape, _jax.shaped(aval).dtype))
+    return num_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype))
 
 
 def _type(aval: Aval) -> tuple[Any, ...]:

@@ -125,8 +125,6 @@ class Search:
         if compile_baseline:
             self.baseline.start()
         report("analyzing the program")
-        # The fence keeps loops from allocating what their backward passes write before it is their turn; it takes a
-        # copy of a cotangent.
         is_alone = len(program.loops) < 2 and not has_others
         # Operations have no exchange rate with transfers: offloading is free, and limited by memory alone. Without host
         # memory nothing is offloaded; the values are saved or recomputed.

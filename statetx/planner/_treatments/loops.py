@@ -27,7 +27,7 @@ from ..._text import format_bytes, short_path
 from ..._tree import is_float
 from ...residuals._trace import user_line
 from .._program.flat import Part
-from .._program.values import FORMAT, Address, Formats, InFormat, smallest
+from .._program.values import FORMAT, Address, InFormat, smallest
 from .._tuned import TUNED
 from .graph import Graph
 from .proposals import RegionTreatment
@@ -74,7 +74,7 @@ class CheckpointedLoop(RegionTreatment):
 
     @classmethod
     def expanding(cls, part: Part, graph: Graph, settings: Settings) -> Expand | None:
-        return None if part.eqn is None else LoopOptions(part, graph, settings.is_alone, settings.formats)
+        return None if part.eqn is None else LoopOptions(part, graph, settings)
 
     def steps(self) -> Iterator[tuple[int, Decision]] | None:
         return self.strategy.steps() if isinstance(self.strategy, OfSteps) else None
@@ -197,13 +197,10 @@ class LoopOptions:
     Args:
         part: the loop.
         graph: one step with its derivative.
-        is_alone: whether nothing that is differentiated beside it has a loop. The fence keeps loops from allocating
-            what their backward passes write before it is their turn; it takes a copy of a cotangent.
-        formats: the allowed storage formats of leaves of the carry. Only exact ones are used.
     """
 
-    def __init__(self, part: Part, graph: Graph, is_alone: bool, formats: Formats = ()):
-        self._is_alone = is_alone
+    def __init__(self, part: Part, graph: Graph, settings: Settings):
+        self._is_alone = settings.is_alone
         self._graph = graph
         self._step, self._length = part.jaxpr, part.scan.params["length"]
         self._num_constants, self._num_carry = _jax.scan_counts(part.scan)
@@ -212,7 +209,7 @@ class LoopOptions:
 
         # The carry, and if that makes it clearly smaller, the carry with leaves that are 0 or 1 in exact formats.
         types = [v.aval for v in self._step.invars[self._num_constants : self._first_x]]
-        exact = tuple(f for f in formats if f.is_exact)
+        exact = tuple(f for f in settings.formats if f.is_exact)
         ways = {n: way for n in part.bit_carries if (way := smallest(types[n], exact, is_bits=True)) is not None}
         unchanged, in_bits = _CarryStorage(types), _CarryStorage(types, ways)
         is_smaller = in_bits.num_bytes < (1 - TUNED.negligible) * unchanged.num_bytes

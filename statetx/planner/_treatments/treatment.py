@@ -55,8 +55,9 @@ class Settings(NamedTuple):
     """Settings that the options of regions depend on.
 
     Attributes:
-        formats: the allowed storage formats of values.
-        is_alone: whether nothing that is differentiated beside a part has a loop.
+        formats: the allowed storage formats of values; of leaves of a carry only exact ones are used.
+        is_alone: whether nothing that is differentiated beside a part has a loop. The fence keeps loops from allocating
+            what their backward passes write before it is their turn; it takes a copy of a cotangent.
         offload: whether values may be held in host memory.
         treatments: that make proposals.
         policies: the stock policies.
