@@ -56,7 +56,7 @@ dtypes
 earray
     EArray: arrays of extended dtypes | none
 effects
-    ordered_effects: branches are without them | none
+    ordered_effects: their tokens go through branches | none
     remat_allowed_effects: what may run again in a region | none
 flattree
     nones pack: the structure of a scan's operands, since jax 0.12 | none
@@ -75,6 +75,7 @@ interpreters.batching
     is_vmappable: which values JAX maps by rules for their type | none
     fancy_primitive_batchers primitive_batchers: rules of this package's primitives | jax.interpreters.batching
 interpreters.mlir
+    TokenSet: tokens of ordered effects behind the branch | none
     _lowerings: JAX's own lowering of regions, within ours | none
     dtype_to_ir_type full_like_aval lower_with_sharding_in_types: lowering of the fence and of links | none
     lower_fun register_lowering: lowering of this package's primitives | jax.interpreters.mlir

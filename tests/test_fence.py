@@ -272,9 +272,30 @@ def test_callbacks_within():
     assert seen == [0.0, 0.0]
 
 
-def test_callbacks_do_not_keep_memory():
+def test_order_of_callbacks():
+    seen = []
+
+    def g(n, x):
+        jax.debug.callback(lambda: seen.append(n), ordered=True)
+        return jnp.sin(x)
+
+    def f(x):
+        for n in range(3):
+            x = statetx.remat(functools.partial(g, n), fence="cond")(x)
+        jax.debug.callback(lambda: seen.append("end"), ordered=True)
+        return x
+
+    gradient = jax.jit(jax.grad(f))
+    for _ in range(2):
+        gradient(0.5)
+    jax.effects_barrier()
+    assert seen == [0, 1, 2, "end", 2, 1, 0] * 2
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_callbacks_do_not_keep_memory(ordered):
     def layer(w, x):
-        jax.debug.callback(lambda v: None, x.sum())
+        jax.debug.callback(lambda v: None, x.sum(), ordered=ordered)
         return x + jnp.sin(jnp.exp(x @ w)) * jnp.cos(x)
 
     def temp_bytes(layer):

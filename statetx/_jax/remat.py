@@ -93,9 +93,23 @@ def num_devices(ctx: Any) -> int:
     return int(mesh.size if mesh is not None else getattr(axes, "num_devices", 1))
 
 
-def has_ordered_effects(jaxpr: Any) -> bool:
-    """Whether a program has side effects in an order, which a token passes from one to the next."""
-    return bool(_effects.ordered_effects.filter_in(jaxpr.effects))
+def tokens_before(ctx: Any, jaxpr: Any) -> dict[Any, Any]:
+    """The tokens that a program being lowered takes, one for each kind of side effects that have an order."""
+    return {e: ctx.tokens_in.get(e) for e in _effects.ordered_effects.filter_in(jaxpr.effects)}
+
+
+def lower_inside(ctx: Any, lower: Callable) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The results of ``lower(ctx)`` inside the region of an operation, and its last token by effect.
+
+    They end with the region: `set_tokens` has the operation's own for what follows.
+    """
+    inner = ctx.replace(tokens_out=None)
+    return lower(inner), lambda effect: inner.tokens_out.get(effect)
+
+
+def set_tokens(ctx: Any, tokens: dict[Any, Any]) -> None:
+    """Say which tokens follow the equation being lowered; those of other effects stay as they are."""
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(_mlir.TokenSet(tokens)))
 
 
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:

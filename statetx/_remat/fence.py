@@ -56,32 +56,36 @@ def _lower(
 
     # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
     # its inputs, goes into the branch.
-    if not (differentiated and is_fenced and _is_plain(ctx, jaxpr)):
+    if not (differentiated and is_fenced and _is_plain(ctx)):
         return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
         jaxpr = in_canonical_order(jaxpr)
     return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
 
 
-def _is_plain(ctx: Any, jaxpr: Jaxpr) -> bool:
+def _is_plain(ctx: Any) -> bool:
     """Whether a function can be lowered as a branch."""
     # It may contain collectives, as for a weight's cotangent in shard_map: all devices take the branch.
-    is_plain = not _jax.has_ordered_effects(jaxpr) and all(map(has_known_sizes, (*ctx.avals_in, *ctx.avals_out)))
-    return is_plain and any(map(_has_bits, ctx.avals_in))
+    return all(map(has_known_sizes, (*ctx.avals_in, *ctx.avals_out))) and any(map(_has_bits, ctx.avals_in))
 
 
 def _lower_as_branch(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
     # Branch 1 is always taken: the index is never 0, and an index beyond the last branch means the last.
     types = [_jax.ir_type(aval) for aval in ctx.avals_out]
+    tokens = _jax.tokens_before(ctx, jaxpr)  # side effects keep their order: the branch passes their tokens on
     is_divided = _jax.num_devices(ctx) > 1 and _jax.platforms(ctx) == ("cpu",)
     index = _nonzero_from_replica() if is_divided else _nonzero_from_arrays(args, ctx.avals_in)
-    branches = hlo.CaseOp(types, index, num_branches=2)
+    branches = hlo.CaseOp([*(token.type for token in tokens.values()), *types], index, num_branches=2)
     with ir.InsertionPoint(branches.regions[0].blocks.append()):
-        hlo.return_([_zeros(t) for t in types])
+        hlo.return_([*tokens.values(), *(_zeros(t) for t in types)])
     with ir.InsertionPoint(branches.regions[1].blocks.append()):
         # Called so, JAX's rule adds no barrier: the branch takes its place.
-        hlo.return_(as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False))
-    return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(branches.results, ctx.avals_out, strict=True)]
+        lower = lambda ctx: as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False)
+        outs, token_after = _jax.lower_inside(ctx, lower)
+        hlo.return_([*map(token_after, tokens), *outs])
+    new_tokens, outs = branches.results[: len(tokens)], branches.results[len(tokens) :]
+    _jax.set_tokens(ctx, dict(zip(tokens, new_tokens, strict=True)))
+    return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(outs, ctx.avals_out, strict=True)]
 
 
 def _lower_in_order(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
@@ -91,7 +95,7 @@ def _lower_in_order(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any
     XLA:CPU's scheduler starts whatever is ready, and would encode late. It runs a branch as a whole; a barrier has no
     effect on it.
     """
-    if _jax.platforms(ctx) == ("cpu",) and _is_plain(ctx, jaxpr):
+    if _jax.platforms(ctx) == ("cpu",) and _is_plain(ctx):
         return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
     outs = as_jax(ctx, *args, jaxpr=jaxpr, differentiated=False, policy=None, prevent_cse=False)
     results = hlo.OptimizationBarrierOp(outs).results
