@@ -303,6 +303,18 @@ def test_parts_that_suffice_are_listed_where_the_time_is_over_for_fewer():
     assert "It fits then, but only if the condition holds." in str(report)
 
 
+def test_parts_of_a_batch_that_lies_on_several_devices_are_compiled():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean())(w)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((16384, 64), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    report = explain_oom(step, jnp.eye(64), x, limit="3.1MiB", time_limit=1e-9)
+    (remedy,) = report.remedies
+    assert remedy.is_compiled and remedy.fits and "interleave=True" in remedy.change.text
+    assert "axis 0 of x holds 4,096 independent examples on each device" in remedy.change.text
+
+
 def recurrent_step(ws, xs):  # time-major, as usual: 64 steps of 8 sequences
     def loss(ws):
         hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ ws[0] + x),) * 2, jnp.zeros((8, 128)), xs)[1]

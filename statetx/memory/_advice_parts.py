@@ -75,13 +75,15 @@ def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandid
     inputs = {b.type for b in profile.buffers if b.kind in ("state", "argument")}
     gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(buffers)]
     gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
-    condition = f"axis 0 of {', '.join(leading[size])} holds {size:,} independent examples (not steps in time)"
+    where, how = (" on each device", ", interleave=True") if profile.num_devices > 1 else ("", "")
+    names = ", ".join(leading[size])
+    condition = f"axis 0 of {names} holds {size:,} independent examples{where} (not steps in time)"
     text = (
         f"If {condition}, split them into {num} parts: take the gradient of statetx.microbatch(loss, {num}, "
-        "argnums=...), whose argnums= are the arguments of the loss with these examples."
+        f"argnums=...{how}), whose argnums= are the arguments of the loss with these examples."
     )
     change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
-    yield ChangeCandidate(change, frozenset(buffers), InParts(frozenset(leading[size]), size, num))
+    yield ChangeCandidate(change, frozenset(buffers), InParts(frozenset(leading[size]), size, num, bool(how)))
 
 
 def _leading_axes(profile: Timeline) -> dict[int, list[str]]:

@@ -153,17 +153,18 @@ class AsArguments(Edit):
 
 @dataclasses.dataclass(frozen=True)
 class InParts(Edit):
-    """Gradients in parts of the batch: ``microbatch(loss, num)``.
+    """Gradients in parts of the batch: ``microbatch(loss, num, interleave=...)``.
 
     Args:
         arguments: those with examples along their first axis.
-        size: how many examples.
+        size: how many examples, on a device.
     """
 
     is_of_gradients = False
     arguments: frozenset[str]
     size: int
     num: int
+    interleave: bool
 
 
 def _calls(jaxpr: Jaxpr, function: str) -> list[Interval]:

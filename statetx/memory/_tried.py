@@ -211,8 +211,8 @@ class Trials:
     def _in_parts(self, rewriter: _Edited, edit: InParts) -> _EditedInParts:
         """A rewriter with the gradients of one part, from a trace of the step with a batch of its size."""
         of_part = [
-            jax.ShapeDtypeStruct((edit.size // edit.num, *x.shape[1:]), x.dtype)
-            if i.state is None and argument_of(i.origin.path) in edit.arguments and x.shape[:1] == (edit.size,)
+            jax.ShapeDtypeStruct((x.shape[0] // edit.num, *x.shape[1:]), x.dtype)
+            if i.state is None and argument_of(i.origin.path) in edit.arguments and _leading_size(x) == edit.size
             else jax.typeof(x) if isinstance(x, jax.Array) else x
             for i, x in zip(self._arrays.inputs, self._arrays.arrays, strict=True)
         ]  # fmt: skip
@@ -235,6 +235,12 @@ class Trials:
             by_input = dict(zip(map(id, self._arrays.inputs), of_part, strict=True))
             in_order = [by_input[id(i)] for i in self._call.inputs]
             self._outline(in_order).rewrite(rewriter)
+
+
+def _leading_size(x: Any) -> int | None:
+    """The length of the first axis on a device."""
+    sharding = getattr(x, "sharding", None)
+    return next(iter(x.shape if sharding is None else sharding.shard_shape(x.shape)), None)
 
 
 def captured(run: Callable, arrays: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
@@ -382,7 +388,7 @@ class _EditedInParts(_Edited):
 
     def __init__(self, of_part: _Edited, edit: InParts):
         super().__init__((), keeps_order=of_part.keeps_order)
-        self._of_part, self._num = of_part, edit.num
+        self._of_part, self._num, self._interleave = of_part, edit.num, edit.interleave
         self._next = 0
         self._is_split = False
         self.gradients = of_part.gradients
@@ -415,7 +421,7 @@ class _EditedInParts(_Edited):
                 xs = [next(remaining) if split else x for x, split in zip(values, inputs, strict=True)]
                 return list(part.edited(xs[:num], *xs[num:]))
 
-            return microbatch(of_part, self._num, reduce=how)(
+            return microbatch(of_part, self._num, reduce=how, interleave=self._interleave)(
                 *(x for x, split in zip(values, inputs, strict=True) if split)
             )
 
