@@ -239,8 +239,9 @@ def test_eager_loops_and_branches_over_a_custom_rule_compile_once():
     potential = statetx.State(jnp.zeros(3))
 
     def step(x):
-        potential.value = 0.5 * potential.value + x
-        return jax.jit(spike)(identity(potential.value) - 1.0)
+        inner = statetx.scan(lambda c, _: (identity(c), None), x, None, 1, checkpoint=1)[0]
+        potential.value = 0.5 * potential.value + inner
+        return jax.jit(spike)(potential.value - 1.0)
 
     calls = {
         "map": lambda xs: statetx.map(lambda x: step(x), xs),
