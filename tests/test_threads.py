@@ -887,14 +887,8 @@ def test_frame_for_a_transform_of_brainstate_has_what_others_ask_of_frames():
     frame, found = _frames.Frame("f"), []
     brainstate.transform.jit(lambda: found.append(_frames.current_frame()))()
     (bridge,) = found
-    of_the_call = {
-        "on_read",
-        "allow",
-        "frees_cycles",
-        "at_end",
-        "outer_trace",
-        "effects",
-    }  # asked by the transform that has made it
+    # Asked by the transform that has made it.
+    of_the_call = {"on_read", "allow", "frees_cycles", "at_end", "outer_trace", "effects"}
     missing = {name for name in vars(frame) if not name.startswith("_") and not hasattr(bridge, name)}
     assert type(bridge) is not _frames.Frame and missing == of_the_call
 
