@@ -344,6 +344,11 @@ def test_rule_that_reads_a_differentiated_state_is_refused(name, rule, outer):
     assert width.value == 2 and statetx.grad(lambda x: run(spike, x))(jnp.float32(1.0)) == 3
 
 
+def test_rule_that_closes_over_a_differentiated_value_has_the_error_of_jax():
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        statetx.grad(lambda x: touching("custom_jvp", lambda: x + 1)(x))(jnp.float32(1.0))
+
+
 def _read_before(spike, width, x):
     return width.value * spike(x)
 
