@@ -102,7 +102,7 @@ class StaticArguments:
                 f"{self._argnums}={i} is out of range: {self._describe()}. Positions count the parameters of the "
                 f"function as you call it{positions}."
             )
-        i %= max(num, 1) if i < 0 else max(num, i + 1)
+        i %= max(num, i + 1)
         self.positions.add(i)
         if i < num and self._positional[i].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             self.names.add(self._positional[i].name)

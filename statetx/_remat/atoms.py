@@ -312,7 +312,7 @@ class JaxPolicy(Policy):
         # name.
         answers = [self.fun(value.primitive, *value.inputs, **value.params)]
         answers += [self.fun(_jax.name_primitive, value.type, name=name) for name in value.names]
-        return max(map(_verdict, answers), key=lambda v: v.decision)
+        return max(map(_verdict, answers))
 
     def selects_by_name(self, value: Value) -> bool:
         by_name = any(
