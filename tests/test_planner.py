@@ -38,7 +38,7 @@ from statetx.planner import Planner
 from statetx.planner._budget import TEMPORARIES, ByteBudget, read_amount
 from statetx.planner._program import cuts as _cuts
 from statetx.planner._program import flat as _flat
-from statetx.planner._program.fingerprint import fingerprint
+from statetx.planner._program.fingerprint import lines_of
 from statetx.planner._program.fusions import between_fusions
 from statetx.planner._program.values import KEEP, ON_HOST
 from statetx.planner._search import candidates as _candidates
@@ -1266,7 +1266,7 @@ def other(ws, x):
 
 
 def test_fingerprints_tell_programs_apart():
-    lines = lambda f: fingerprint(staged(f, X))
+    lines = lambda f: lines_of(staged(f, X))[:-1]
     assert lines(jnp.sin) == lines(lambda x: jnp.sin(x))
     assert lines(lambda x: jnp.sin(x) * 2) != lines(lambda x: jnp.sin(x) * 3)
     assert lines(lambda x: jnp.sin(x) * jnp.cos(x)) != lines(lambda x: jnp.sin(jnp.sin(x)) * x)

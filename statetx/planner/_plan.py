@@ -22,7 +22,7 @@ from ..transforms.remat import Remat
 from . import _show
 from ._budget import STEP
 from ._program.devices import of_device
-from ._program.fingerprint import digest_of, fingerprint
+from ._program.fingerprint import fingerprint_of, lines_of
 from ._program.flat import flatten
 from ._record import PLAN, VERSION, GradientPlan, PlanData
 from ._treatments import OF_STEPS, as_planned, rewrite
@@ -127,7 +127,7 @@ class Plan(PlanData, Tabular, Rewriter):
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         program = flatten(body.jaxpr)
-        gradient = self._find(fingerprint(program), name)
+        gradient = self._find(lines_of(program)[:-1], name)
         if gradient is None:
             return body
         planned = rewrite(*gradient.split(program), gradient.last_input, gradient.is_sequential)
@@ -138,7 +138,7 @@ class Plan(PlanData, Tabular, Rewriter):
         for gradient in self.gradients:
             if gradient.equations == lines:
                 return gradient
-        if digest_of(lines) in self.ignored:
+        if fingerprint_of(lines) in self.ignored:
             return None
 
         # Of several gradients the one that agrees for longest is the one that was meant.

@@ -12,7 +12,7 @@ from .._errors import PlanError
 from .._jax import Jaxpr
 from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
 from ._budget import STEP, TEMPORARIES, ByteBudget
-from ._program.fingerprint import digest_of
+from ._program.fingerprint import fingerprint_of
 from ._program.flat import Flat, Part
 from ._program.values import KEEP, ON_HOST, InFormat, Way
 from ._search.candidates import Candidate
@@ -309,7 +309,7 @@ def fields_of(
         "complete": search.is_complete(),
         "seconds": program.compiled.seconds,
         "timed": [[c.name, c.temp_bytes, c.compiled.seconds] for c in search.programs() if c.compiled.seconds],
-        "ignored": [digest_of(lines) for lines in captured.ignored],
+        "ignored": [fingerprint_of(lines) for lines in captured.ignored],
         "variant": captured.variant,
         "of_step": captured.of_step,
         **captured.released(program.rewritten()),

@@ -23,7 +23,7 @@ from .._verify.same import same_step
 from . import _store
 from ._budget import STEP, ByteBudget, read_time_limit
 from ._plan import Plan
-from ._program.fingerprint import full_fingerprint
+from ._program.fingerprint import lines_of
 from ._program.values import read_formats
 from ._record import OBJECTIVES, STORED_PLAN, are_decisions_for, fields_of
 from ._search.capture import Captured, variants
@@ -313,7 +313,7 @@ class ProgramPlanner:
             more: list[Any] = [gradient.stored for gradient in captured.gradients]
             if captured.step is not None:
                 outline = captured.step.outline
-                more += [full_fingerprint(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
+                more += [lines_of(outline.jaxpr), [str(v.aval) for v in outline.jaxpr.invars], outline.context]
                 more += [captured.step.donated, sorted(outline.constants), captured.is_loss, captured.ignored]
             return _store.key_of(*settings, self._options, *more)
 

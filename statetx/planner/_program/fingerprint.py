@@ -20,20 +20,14 @@ from .flat import closed_over_by_rules, flatten
 from .values import derivative_of
 
 
-def digest_of(lines: Sequence[str]) -> str:
-    """A digest of a fingerprint."""
+def fingerprint_of(lines: Sequence[str]) -> str:
+    """A digest of the lines of a program."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def fingerprint(jaxpr: Jaxpr) -> tuple[str, ...]:
-    """A line for each equation of a flat program. Programs with equal equations have equal lines, whatever their
-    outputs.
-    """
-    return full_fingerprint(jaxpr)[:-1]
-
-
-def full_fingerprint(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:
-    """The fingerprint of a flat program, and a line for its outputs.
+def lines_of(jaxpr: Jaxpr, has_rules: bool = True) -> tuple[str, ...]:
+    """A line for each equation of a flat program, and one for its outputs. Programs with equal equations have equal
+    lines.
 
     Args:
         has_rules: whether the rules of a ``custom_vjp`` count.
@@ -83,7 +77,7 @@ def _array_type(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str:
 def _param(x: Any, has_rules: bool) -> str:
     if _jax.is_jaxpr(x):
         program = flatten(_jax.constants_as_inputs(_jax.open_jaxpr(x)[0]))
-        return digest_of(full_fingerprint(program, has_rules))[:12]
+        return fingerprint_of(lines_of(program, has_rules))[:12]
     if isinstance(x, (tuple, list)):
         return f"({','.join(_param(item, has_rules) for item in cast(Sequence[Any], x))})"
     if callable(x) and not isinstance(x, type):
@@ -104,9 +98,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def rules_of(jaxpr: Jaxpr) -> list[str]:
-    """The fingerprints of the derivatives of equations with rules or policies of the user, which the fingerprint leaves
-    out.
-    """
+    """The lines of derivatives of equations with rules or policies of the user, which the program's lines leave out."""
     lines: list[str] = []
     for eqn in jaxpr.eqns:
         if any(callable(x) and not isinstance(x, type) and not _jax.is_jaxpr(x) for x in eqn.params.values()):
@@ -124,4 +116,4 @@ def _derivative(jaxpr: Jaxpr) -> tuple[str, ...]:
         passes = _frames.undone(derivative_of)(jaxpr, inputs, outs)
     except Exception as e:  # no plan looks into a rule that raises
         return (type(e).__name__,)
-    return tuple(line for derivative in passes for line in full_fingerprint(flatten(derivative.jaxpr)))
+    return tuple(line for derivative in passes for line in lines_of(flatten(derivative.jaxpr)))

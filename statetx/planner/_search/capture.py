@@ -30,7 +30,7 @@ from ..._typing import Argnums
 from ...transforms.abstract import staged_jaxpr
 from ...transforms.remat import Remat
 from .._program.devices import is_on_devices, of_device
-from .._program.fingerprint import full_fingerprint, rules_of
+from .._program.fingerprint import lines_of, rules_of
 from .._program.flat import flatten, last_reads
 from .._treatments import as_planned
 from .._treatments.inner_gradients import VARIANTS, InnerGradients
@@ -73,13 +73,13 @@ class Recorded:
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
-        """The fingerprint."""
+        """The lines of the equations."""
         return self.key[:-1]
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
-        """The fingerprint, with the program's outputs."""
-        return full_fingerprint(self.flat)
+        """The lines, with the program's outputs."""
+        return lines_of(self.flat)
 
     @functools.cached_property
     def stored(self) -> tuple[Any, ...]:
@@ -158,7 +158,7 @@ class _Replace(Rewriter):
 
     @of_device
     def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
-        planned = self._bodies.get(full_fingerprint(flatten(body.jaxpr))) if self._bodies else None
+        planned = self._bodies.get(lines_of(flatten(body.jaxpr))) if self._bodies else None
         return body if planned is None else as_planned(planned)
 
 
@@ -216,7 +216,7 @@ class Captured:
     Attributes:
         gradients: the distinct functions to differentiate: the loss, or the step's.
         num_taken: how many gradients of these functions the step takes.
-        ignored: fingerprints of functions that the step differentiates and that take next to nothing.
+        ignored: the lines of functions that the step differentiates and that take next to nothing.
         step: the step that differentiates them; None for a loss, unless it consists of a shard_map.
         variant: of the gradients inside of these, as in `InnerGradients`; None if there are none.
         is_loss: whether the step only differentiates a loss.
@@ -440,7 +440,7 @@ def _gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Cal
 
 
 def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
-    """The different functions among the recorded ones, and the fingerprints of those that take next to nothing, such as
+    """The different functions among the recorded ones, and the lines of those that take next to nothing, such as
     a rule of a library on a few scalars.
     """
     # One loss may be differentiated several times, such as for each microbatch.
