@@ -160,37 +160,16 @@ def new_link(aval: Any) -> Any:
 
 # -- stored values -------------------------------------------------------------------------------------------------
 
-stored_primitive = identity("statetx_stored")
+stored_primitive = identity("statetx_stored", is_one=True)
 """The identity on its first operand: ``stored(v, decoded, link)``; without a link if v has no tangents. Parameters:
 ``type``, the `StoredType`; ``region`` and ``what``, of the marks on the codes; ``is_ordered``, whether what follows has
 to wait for the codes.
 """
 
-attach_primitive = identity("statetx_attach")
+attach_primitive = identity("statetx_attach", tangent=-1, is_one=True)
 """The identity on its first operand, with the tangents of the last, a link: ``attach(x, link)``. Operands and
 parameters as of `stored_primitive`.
 """
-
-
-_ad.primitive_jvps[attach_primitive] = lambda primals, tangents, **params: (
-    attach_primitive.bind(*primals, **params),
-    tangents[-1],
-)
-
-
-def _batch(primitive: Any) -> None:
-    def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        if all(d is None for d in dims):
-            return primitive.bind(*args, **params), None
-        # Value and link have one shape, so all get the axis even if only one is mapped.
-        args = [_batching.bdim_at_front(x, d, axis_data.size) for x, d in zip(args, dims, strict=True)]
-        return primitive.bind(*args, **params), 0
-
-    _batching.fancy_primitive_batchers[primitive] = rule
-
-
-_batch(stored_primitive)
-_batch(attach_primitive)
 
 
 def _missing(inst: Sequence[bool], eqn: Any) -> list[Any]:

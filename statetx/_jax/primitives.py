@@ -24,25 +24,35 @@ from jax._src.state.types import AbstractRef as _AbstractRef
 
 from .._positions import function_of as _function_of
 from .._positions import replaced
-from .batching import map_over, named_axes, with_batch_axis
+from .batching import map_over, named_axes
 from .equations import ClosedJaxpr, with_nonzero
 from .traces import eval_context
 from .versions import NUM_CHECKIFY_CONTEXTS, NUM_DISCHARGE_CONTEXTS
 
 
-def identity(name: str) -> Any:
-    """A primitive that returns its first operand, with its tangent, and is no operation in a compiled program.
+def identity(name: str, *, tangent: int = 0, is_one: bool = False) -> Any:
+    """A primitive that returns its first operand, and is no operation in a compiled program.
 
-    It has no transpose. `jax.vmap` must map the first operand, if any.
+    It has no transpose.
+
+    Args:
+        tangent: the operand whose tangent the result has.
+        is_one: whether `jax.vmap` maps all operands, which have one shape, if it maps one; else it must map the first,
+            if any.
     """
     primitive = _core.Primitive(name)
     primitive.def_impl(lambda x, *_, **__: x)
     primitive.def_abstract_eval(lambda x, *_, **__: x)
 
-    def bind(args: Any, tangents_or_dims: Any, **params: Any) -> tuple[Any, Any]:
-        return primitive.bind(*args, **params), tangents_or_dims[0]
+    def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        if not is_one or all(d is None for d in dims):
+            return primitive.bind(*args, **params), dims[0]
+        size, mesh_axis = axis.size, axis.explicit_mesh_axis
+        args = [_batching.bdim_at_front(x, d, size, mesh_axis) for x, d in zip(args, dims, strict=True)]
+        return primitive.bind(*args, **params), 0
 
-    _ad.primitive_jvps[primitive] = _batching.primitive_batchers[primitive] = bind
+    _ad.primitive_jvps[primitive] = lambda args, ts, **params: (primitive.bind(*args, **params), ts[tangent])
+    _batching.fancy_primitive_batchers[primitive] = batch
     _mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
     return primitive
 
@@ -107,23 +117,12 @@ def _given_types(*_: Any, out_avals: Sequence[Any], **__: Any) -> tuple[list[Any
 
 # Not `jax.custom_jvp`, whose rule JAX drops where it linearizes the primals of a loop: second derivatives would be
 # zero.
-_with_tangent_of_p = _core.Primitive("statetx_with_tangent_of")
+_with_tangent_of_p = identity("statetx_with_tangent_of", tangent=-1, is_one=True)
 
 
 def with_tangent_of(x: Any, copy: Any) -> Any:
     """Return `copy`, an array of the value of `x` that is computed from constants, with the tangent of `x`."""
-    return _with_tangent_of_p.bind(x, copy)
-
-
-def _with_tangent_of_batch(axis: Any, args: Any, dims: Any) -> tuple[Any, int]:
-    return with_tangent_of(*(with_batch_axis(x, d, 0, axis) for x, d in zip(args, dims, strict=True))), 0
-
-
-_with_tangent_of_p.def_impl(lambda x, copy: copy)
-_with_tangent_of_p.def_abstract_eval(lambda x, copy: copy)
-_ad.primitive_jvps[_with_tangent_of_p] = lambda primals, tangents: (with_tangent_of(*primals), tangents[0])
-_batching.fancy_primitive_batchers[_with_tangent_of_p] = _with_tangent_of_batch
-_mlir.register_lowering(_with_tangent_of_p, lambda ctx, x, copy: [copy])
+    return _with_tangent_of_p.bind(copy, x)
 
 
 # -- the order of two gradients that do not depend on each other -----------------------------------------------------
