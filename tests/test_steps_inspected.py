@@ -259,4 +259,4 @@ def test_report_of_a_loss_that_differentiates_a_scalar_itself():
 
 def test_passes_of_a_step_are_those_of_its_gradient(capsys):
     printed = statetx.print_fwd_bwd(by_jax, WS, X)
-    assert printed.name == "gradient in by_jax" and "recompute block" in capsys.readouterr().out
+    assert printed.name == "gradient in by_jax" and "remat2" in capsys.readouterr().out

@@ -66,7 +66,9 @@ class Rewriter:
 
 class Observer(Rewriter):
     """Leaves functions unchanged, and is told of each that is differentiated; also of those that another rewriter
-    replaces (`Observed`).
+    replaces (`Observed`). It names their equations by a ``jax.named_scope``: `marks_in` finds them.
+
+    JAX caches traces by observer. One that takes notes must be a new one for each trace; `MARKER` takes none.
     """
 
     keeps_policies = True
@@ -74,7 +76,6 @@ class Observer(Rewriter):
 
     def observe(self, outputs: Sequence[Any], run: ArrayFunction, operands: Sequence[Any], args: Sequence[Any]) -> None:
         """Note a call ``run(operands, *args)``; its first results, of types `outputs`, are results of the function."""
-        raise NotImplementedError
 
     def rewrite(self, body: Body, name: str, num_out: int, /) -> ArrayFunction:
         return self.observing(body, num_out, body)
@@ -83,6 +84,7 @@ class Observer(Rewriter):
         """The replacement of a staged function, whose calls are noted."""
         outputs = [v.aval for v in body.jaxpr.outvars[:num_out]]
 
+        @jax.named_scope(_MARKS[_are_scalars(outputs)])
         def run(operands: Sequence[Any], *args: Any) -> list[Any]:
             self.observe(outputs, replacement, operands, args)
             return replacement(operands, *args)
@@ -110,42 +112,21 @@ class Observed(Rewriter):
 
 
 class Seen(Observer):
-    """Notes the types of the functions' outputs.
+    """Notes whether a function is differentiated, as `any`."""
 
-    Attributes:
-        outputs: the types, for each function that is differentiated, in order.
-    """
-
-    def __init__(self) -> None:
-        self.outputs: list[Sequence[Any]] = []
-
-    @property
-    def any(self) -> bool:
-        """Whether there are any."""
-        return bool(self.outputs)
+    any = False
 
     def observe(self, outputs: Sequence[Any], run: ArrayFunction, operands: Sequence[Any], args: Sequence[Any]) -> None:
-        self.outputs.append(outputs)
+        self.any = True
 
 
-class Marker(Observer):
-    """Names the equations of each function that is differentiated, by a ``jax.named_scope``: `marks_in` finds them.
-
-    JAX caches traces by observer. An observer that takes notes must be a new one for each trace; this one is always
-    the same, so that a cached trace has its marks.
-    """
-
-    def observing(self, body: Body, num_out: int, replacement: ArrayFunction) -> ArrayFunction:
-        return jax.named_scope(_MARKS[_are_scalars(v.aval for v in body.jaxpr.outvars[:num_out])])(replacement)
-
-
-MARKER = Marker()
+MARKER = Observer()
 _MARKS = {True: "statetx_differentiates_scalars", False: "statetx_differentiates_arrays"}
 
 
 def marks_in(jaxpr: _jax.Jaxpr) -> set[bool]:
-    """Tell of the functions that `MARKER` has seen differentiated in a jaxpr: True if one returns scalars alone, False
-    if one does not.
+    """Tell of the functions that an `Observer` has seen differentiated in a jaxpr: True if one returns scalars alone,
+    False if one does not.
     """
     marks: set[bool] = set()
     pending, visited = [jaxpr], set()

@@ -29,7 +29,7 @@ from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._objects.walk import created_undone
 from .._remat.override import override, rewritten_by
-from .._remat.rewriter import MARKER, Observer, is_step_by_marks, is_training_step, marks_in
+from .._remat.rewriter import MARKER, Observer, is_step_by_marks, marks_in
 from .._targets import current
 from .._tree import (
     Partition,
@@ -198,9 +198,8 @@ class TracedCall:
         self._written = self._changed(lifting, [(w.state, w.num) for w in self.writes])
         self.num_results = num_out + len(self._written)
         marks = marks_in(self.body.jaxpr)
-        self.takes_gradients = bool(marks or recorder.outputs)
-        floats = list(filter(is_float, self.outputs))
-        self.is_step = is_step_by_marks(marks, floats) or is_training_step(recorder.outputs, floats)
+        self.takes_gradients = bool(marks)
+        self.is_step = is_step_by_marks(marks, filter(is_float, self.outputs))
 
     def _changed(self, lifting: Lifting, writes: Sequence[tuple[Any, int]]) -> list[int]:
         """The outputs that are values of states which the call changes, of writes each with its number of leaves: new
@@ -336,12 +335,10 @@ class _GradientRecorder(Observer):
 
     Attributes:
         origins: by id, arguments and values of states, each with its origin.
-        outputs: the types of each function's outputs.
     """
 
     def __init__(self) -> None:
         self.origins: dict[int, tuple[Any, InputOrigin]] = {}
-        self.outputs: list[Sequence[Any]] = []
         self._found: dict[Any, tuple[Any, ...]] = {}
 
     def note(self, values: Sequence[Any], origins: Sequence[InputOrigin]) -> None:
@@ -350,7 +347,6 @@ class _GradientRecorder(Observer):
             self.origins.setdefault(id(x), (x, origin))
 
     def observe(self, outputs: Sequence[Any], run: Callable, operands: Sequence[Any], args: Sequence[Any]) -> None:
-        self.outputs.append(outputs)
         body, inputs, num = run, [*operands, *args], len(operands)
         if not isinstance(body, Body):  # what replaces the function, such as a plan
             call = lambda *xs: run(xs[: len(operands)], *xs[len(operands) :])
