@@ -201,6 +201,9 @@ def test_state_created_in_a_failed_call_is_writable_inside_a_transform(kind, fai
 @pytest.mark.parametrize("value", ["traced", "concrete"])
 def test_state_created_in_a_brainstate_transform_is_readable_afterwards(value, failing):
     box = SimpleNamespace()
+    statetx.jit(lambda: None)()  # before the first call, the state would keep its level, as it does in brainstate
+    with brainstate.StateTraceStack():
+        statetx.State(0)  # dies before the block ends
 
     def make(x):
         box.h = brainstate.HiddenState(x * 2 if value == "traced" else np.ones((), np.float32))
