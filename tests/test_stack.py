@@ -319,6 +319,9 @@ def test_class_factory_and_function():
     inner = layers.__wrapped__
     fun = statetx.remat_scan(lambda x: inner(x), (2, 3), axes={True: 0})
     assert_same(fun(X), expected)
+    columns = statetx.remat_scan(lambda: Bias(X), 3, axes=1)
+    assert_same(columns(X), 4 * X)
+    assert statetx.states(columns)["b"].value.shape == (4, 3)
 
 
 def test_inputs_outputs_and_options_for_each_layer():
@@ -360,12 +363,12 @@ def test_shared_states_by_filter():
 
 def test_random_states_that_layers_share():
     def draws(**options):
-        rng = statetx.RngState(3)
+        rng, w = statetx.RngState(3), statetx.Param(jnp.ones((5, 4)))  # a slice of the weights for each layer
 
         def layer(x):
-            return x, jax.random.uniform(rng.next())
+            return x * w.value, jax.random.uniform(rng.next())
 
-        _, ys = statetx.remat_scan(layer, num=5, has_ys=True, **options)(X)
+        _, ys = statetx.remat_scan(layer, num=5, axes={statetx.Param: 0}, has_ys=True, **options)(X)
         return np.asarray(ys), jax.random.key_data(rng.value)
 
     rng = statetx.RngState(3)
