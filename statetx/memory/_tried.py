@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -254,13 +254,6 @@ def bytes_on_device(arrays: Sequence[Any]) -> int:
     return num_bytes([x for x in arrays if isinstance(x, jax.Array)])
 
 
-class _TriedGradient(NamedTuple):
-    """A function that is differentiated, and the edited one: ``(operands, *args) -> outputs``."""
-
-    body: Body
-    edited: Callable
-
-
 class _Edited(Rewriter):
     """Applies edits to the functions that are differentiated.
 
@@ -270,7 +263,8 @@ class _Edited(Rewriter):
         numbers_calls: whether it sees functions while the user's Python runs: their calls have no numbers yet.
 
     Attributes:
-        gradients: the functions, in the order of the trace; without those inside of others.
+        gradients: the functions, in the order of the trace, and the edited ones, ``(operands, *args) -> outputs``;
+            without those inside of others.
     """
 
     is_used_once = True
@@ -287,7 +281,7 @@ class _Edited(Rewriter):
         self._edits, self._numbers_calls = edits, numbers_calls
         self.keeps_order = keeps_order
         self._found: set[Edit] = {e for e in edits if not type(e).is_of_gradients}
-        self.gradients: list[_TriedGradient] = []
+        self.gradients: list[tuple[Body, Callable]] = []
 
     @property
     def is_complete(self) -> bool:
@@ -296,7 +290,7 @@ class _Edited(Rewriter):
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
         edited = self._edited(body)
-        self.gradients.append(_TriedGradient(body, edited))
+        self.gradients.append((body, edited))
         return edited
 
     def _edited(self, body: Body) -> Callable:
@@ -402,11 +396,12 @@ class _EditedInParts(_Edited):
         return self._is_split and self._of_part.is_complete
 
     def rewrite(self, body: Body, name: str, num_out: int) -> Callable:
-        part, self._next = self.gradients[self._next % len(self.gradients)], self._next + 1
-        inputs = _splits(body.jaxpr.invars, part.body.jaxpr.invars, self._num)
-        outputs = _splits(body.jaxpr.outvars, part.body.jaxpr.outvars, self._num)
+        part, edited = self.gradients[self._next % len(self.gradients)]
+        self._next += 1
+        inputs = _splits(body.jaxpr.invars, part.jaxpr.invars, self._num)
+        outputs = _splits(body.jaxpr.outvars, part.jaxpr.outvars, self._num)
         if inputs is None or outputs is None or not any(inputs):
-            return part.edited if inputs and outputs and not any(outputs) else body
+            return edited if inputs and outputs and not any(outputs) else body
         self._is_split = True
         how = [
             "concat" if split else "mean" if is_float(v.aval) else "last"
@@ -419,7 +414,7 @@ class _EditedInParts(_Edited):
             def of_part(*batch: Any) -> list[Any]:
                 remaining = iter(batch)
                 xs = [next(remaining) if split else x for x, split in zip(values, inputs, strict=True)]
-                return list(part.edited(xs[:num], *xs[num:]))
+                return list(edited(xs[:num], *xs[num:]))
 
             return microbatch(of_part, self._num, reduce=how, interleave=self._interleave)(
                 *(x for x, split in zip(values, inputs, strict=True) if split)

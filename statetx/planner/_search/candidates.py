@@ -69,19 +69,11 @@ class Candidates:
     Args:
         baseline: the program without rematerialization.
         unplanned: the choice for it.
-        program_of: see `ProgramOf`.
         report: called with a description of each compilation.
     """
 
-    def __init__(
-        self,
-        baseline: Baseline,
-        unplanned: Choice,
-        program_of: ProgramOf,
-        report: Callable[[str], None],
-    ):
-        self._program_of, self._report = program_of, report
-        self._baseline, self._unplanned = baseline, unplanned
+    def __init__(self, baseline: Baseline, unplanned: Choice, report: Callable[[str], None]):
+        self._baseline, self._unplanned, self._report = baseline, unplanned, report
         self._baselines: dict[Cost, Candidate] = {}  # as compiled with fast options, and exactly
         self._others: dict[Hashable, Candidate] = {}  # by `_key`
 
@@ -107,7 +99,7 @@ class Candidates:
             return next(self._with_cost(self._baseline.compile_exactly()))
         predicted = self.predict(choice.peak)
         self._report(f"compiling candidate {len(self) + 1}")
-        compiled = self._program_of(choice.rewrite(), candidate_options()).cost
+        compiled = self._baseline.program_of(choice.rewrite(), candidate_options()).cost
 
         # The operations that rewriting adds to the equations are exact, checkpointed loops included.
         added_cost = compiled.flops - self._baseline.flops
@@ -222,11 +214,12 @@ class Baseline:
         report: called with a description of each step.
 
     Attributes:
+        program_of: see `ProgramOf`.
         compiled: the cost of the compiled program; None until it is compiled.
     """
 
     def __init__(self, program: Flat, program_of: ProgramOf, report: Callable[[str], None]):
-        self._program_of, self._report = program_of, report
+        self.program_of, self._report = program_of, report
         self._jaxpr = _without_remat(program)
         self.compiled: Cost | None = None
 
@@ -238,10 +231,10 @@ class Baseline:
 
     @functools.cached_property
     def _program(self) -> Program:
-        return self._program_of(self._jaxpr, fast_compile_options())
+        return self.program_of(self._jaxpr, fast_compile_options())
 
     def _short_program(self, jaxpr: Jaxpr) -> Program:
-        return self._program_of(_without_remat(Flat(jaxpr)), fast_compile_options())
+        return self.program_of(_without_remat(Flat(jaxpr)), fast_compile_options())
 
     @property
     def flops(self) -> int:
@@ -255,7 +248,7 @@ class Baseline:
         nested loops, which plans leave.
         """
         jaxpr = self.jaxpr_without_remat
-        return self.flops if jaxpr is self._jaxpr else self._program_of(jaxpr, fast_compile_options()).flops
+        return self.flops if jaxpr is self._jaxpr else self.program_of(jaxpr, fast_compile_options()).flops
 
     @functools.cached_property
     def jaxpr_without_remat(self) -> Jaxpr:
@@ -305,7 +298,7 @@ class Baseline:
         """Compile it without the options that may change its memory: for where it may be the answer."""
         if self.compiled is None or not self._is_exact:
             self._report("compiling the baseline")
-            self.compiled = self._program_of(self._jaxpr, candidate_options()).cost
+            self.compiled = self.program_of(self._jaxpr, candidate_options()).cost
             self._is_exact = True
         return self.compiled
 

@@ -136,7 +136,7 @@ class Search:
         regions = [region for region, _ in self.lattice.stock_regions]
         self._unplanned = Choice(program, regions, [region.front.baseline for region in regions])
         report_candidate: Callable[[str], None] = lambda text: report(text + self._best_so_far())
-        self.candidates = Candidates(self.baseline, self._unplanned, program_of, report_candidate)
+        self.candidates = Candidates(self.baseline, self._unplanned, report_candidate)
         self._forward_cost = sum(map(flops, program.jaxpr.eqns))
         self._is_long = is_long(program)
         self._tries = TUNED.tries // 4 if self._is_long else TUNED.tries
