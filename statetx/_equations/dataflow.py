@@ -14,6 +14,12 @@ def variables_of(eqn: Eqn) -> KeysView[Var]:
     return dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)).keys()
 
 
+def free_variables(eqns: Sequence[Eqn]) -> list[Var]:
+    """The variables that equations read and do not compute, in the order of their first reads."""
+    computed = {v for e in eqns for v in e.outvars}
+    return list(dict.fromkeys(v for e in eqns for v in variables_of(e) if v not in computed))
+
+
 def needed_equations(eqns: Sequence[Eqn], outvars: Iterable[Var], available: Container[Var] = ()) -> list[Eqn]:
     """The equations that compute some variables from the `available` ones, in order."""
     needed = {v for v in outvars if v not in available}

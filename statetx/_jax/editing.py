@@ -77,15 +77,18 @@ def constants_as_inputs(jaxpr: Jaxpr) -> Jaxpr:
     return rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], outvars=jaxpr.outvars)
 
 
-def with_literals(jaxpr: Jaxpr, literals: Mapping[Var, Literal]) -> Jaxpr:
-    """Replace some inputs of a jaxpr by literals; the result has no constants."""
+def substituted(atoms: Sequence[Atom], replaced: Mapping[Var, Atom]) -> list[Atom]:
+    """Atoms with others in place of some variables."""
+    return [a if isinstance(a, Literal) else replaced.get(a, a) for a in atoms]
 
-    def read(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else literals.get(atom, atom)
 
-    eqns = [e.replace(invars=[read(v) for v in e.invars]) for e in jaxpr.eqns]
-    invars = [v for v in jaxpr.invars if v not in literals]
-    return rebuild(jaxpr, invars=invars, outvars=[read(v) for v in jaxpr.outvars], eqns=eqns)
+def with_atoms(jaxpr: Jaxpr, replaced: Mapping[Var, Atom], eqns: Sequence[Eqn] | None = None) -> Jaxpr:
+    """A jaxpr that reads other atoms in place of some variables, which are no inputs then; with other equations, if
+    they are given. It has no constants.
+    """
+    eqns = [e.replace(invars=substituted(e.invars, replaced)) for e in (jaxpr.eqns if eqns is None else eqns)]
+    invars = [v for v in jaxpr.invars if v not in replaced]
+    return rebuild(jaxpr, invars=invars, outvars=substituted(jaxpr.outvars, replaced), eqns=eqns)
 
 
 def without_names(x: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core.primitives import closed_call_p
 
 from ... import _frames, _jax
-from ..._equations.dataflow import needed_equations, variables_of
+from ..._equations.dataflow import free_variables, needed_equations, variables_of
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, REMAT, row_of
 from ..._equations.structure import Body
@@ -164,7 +164,7 @@ class Flat:
         if end > start and len({*computed}) == len(outs):
             original = _jax.open_jaxpr(eqn.params["jaxpr"])[0]
             literals = {v: a for v, a in zip(original.invars, operands, strict=True) if isinstance(a, Literal)}
-            original = _jax.with_literals(original, literals) if literals else original
+            original = _jax.with_atoms(original, literals) if literals else original
             # Functions rematerialized inside of it are inlined, too: the plan decides for the whole.
             jaxpr = inline(original, calls=_CALLS, deep=False)
             variables = [a for a in operands if not isinstance(a, Literal)]
@@ -199,10 +199,9 @@ class Flat:
     def _region(self, start: int, end: int) -> Part:
         # As a function: its inputs are the variables that it reads and does not define, its outputs those read later.
         eqns = self.jaxpr.eqns[start:end]
-        defined = {v for e in eqns for v in e.outvars}
-        invars = {v: None for e in eqns for v in variables_of(e) if v not in defined}
+        invars = free_variables(eqns)
         outvars = [v for e in eqns for v in e.outvars if self._last_reads.get(v, -1) >= end]
-        return Part(_jax.rebuild(self.jaxpr, invars=list(invars), outvars=outvars, eqns=eqns), list(invars), outvars)
+        return Part(_jax.rebuild(self.jaxpr, invars=invars, outvars=outvars, eqns=eqns), invars, outvars)
 
     def split(self, cuts: Iterable[int] | None = None) -> list[Part]:
         """The parts between cuts, the indices of the equations that begin one; by default the blocks, the loops and the

@@ -335,7 +335,7 @@ def without_identities(
     atoms = {v: read(atom) for v, atom in zip(backward.residuals, backward.forward_residuals, strict=True)}
     literals = {v: atom for v, atom in atoms.items() if isinstance(atom, Literal)}
     backward = BackwardPass(
-        _jax.with_literals(_without(backward.jaxpr, is_identity)[0], literals),
+        _jax.with_atoms(_without(backward.jaxpr, is_identity)[0], literals),
         residuals=[v for v in atoms if v not in literals],
         forward_residuals=[atom for atom in atoms.values() if isinstance(atom, Var)],
         cotangents=backward.cotangents,
@@ -368,4 +368,4 @@ def _bind_literals(backward: Body, residuals: Sequence[Atom]) -> Jaxpr:
     atoms: list[Atom] = [Literal(x, v.aval) for x, v in zip(backward.operands, backward.jaxpr.invars, strict=False)]
     atoms += residuals
     literals = {v: a for v, a in zip(backward.jaxpr.invars, atoms, strict=False) if isinstance(a, Literal)}
-    return _jax.without_dead_code(_jax.with_literals(backward.jaxpr, literals))
+    return _jax.without_dead_code(_jax.with_atoms(backward.jaxpr, literals))

@@ -22,7 +22,7 @@ from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._equations.inline import inline
 from ..._equations.primitives import REMAT
 from ..._equations.structure import Body
-from ..._jax import Atom, Jaxpr, Literal, Var
+from ..._jax import Jaxpr, Var
 from ..._tree import is_float
 from ...residuals.diagnosis import BASELINE
 from .._program.cuts import Run, crossing_bytes, runs_of
@@ -395,10 +395,7 @@ def _shortened(jaxpr: Jaxpr, run: Run, count: int) -> Jaxpr:
     for start in run.boundaries[count:-1]:
         for last_eqn, dropped in zip(jaxpr.eqns[last:][: run.period], jaxpr.eqns[start:], strict=False):
             replaced.update(zip(dropped.outvars, last_eqn.outvars, strict=True))
-    read: Callable[[Atom], Atom] = lambda atom: atom if isinstance(atom, Literal) else replaced.get(atom, atom)
-    following = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns[end:]]
-    eqns = [*jaxpr.eqns[: last + run.period], *following]
-    shortened = _jax.rebuild(jaxpr, invars=jaxpr.invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
+    shortened = _jax.with_atoms(jaxpr, replaced, [*jaxpr.eqns[: last + run.period], *jaxpr.eqns[end:]])
     unread = last_reads(jaxpr).keys() - last_reads(shortened).keys()
     return _differentiated(shortened, [i for i, v in enumerate(jaxpr.invars) if v in unread and is_float(v.aval)])
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from ... import _jax
-from ..._equations.dataflow import variables_of
+from ..._equations.dataflow import free_variables, variables_of
 from ..._equations.primitives import flops, size
-from ..._jax import Atom, Eqn, Jaxpr, Literal, Var
+from ..._jax import Atom, Eqn, Jaxpr, Var
 from ..._lift.context import device_bytes
 from ..._records import one_of
 from ..._tree import is_float
@@ -267,7 +267,7 @@ def _with_copies(
     copy_of: dict[Var, Var] = {}
     for eqn in derived.copied(values):
         outvars = [Var(v.aval) for v in eqn.outvars]
-        first.append(_reading(eqn, copy_of).replace(outvars=outvars))
+        first.append(eqn.replace(invars=_jax.substituted(eqn.invars, copy_of), outvars=outvars))
         copy_of.update(zip(eqn.outvars, outvars, strict=True))
     copying: Callable[[jax.Array, jax.Array], list[jax.Array]] = lambda x, copy: [instead(x, copy)]
     inputs = {v: Var(v.aval) if is_float(v.aval) else copy_of[v] for v in values}
@@ -276,14 +276,8 @@ def _with_copies(
             avals = [v.aval, copy_of[v].aval]
             jaxpr, _ = _jax.stage(copying, avals, traced_for="statetx.plan", name="copy")
             first += _jax.spliced(jaxpr, [v, copy_of[v]], [inputs[v]], like=eqns[0])
-    all_eqns = [*first, *(_reading(eqn, inputs) for eqn in eqns)]
-    defined = {v for e in all_eqns for v in e.outvars}
-    invars = list(dict.fromkeys(v for e in all_eqns for v in variables_of(e) if v not in defined))
+    all_eqns = [*first, *(eqn.replace(invars=_jax.substituted(eqn.invars, inputs)) for eqn in eqns)]
+    invars = free_variables(all_eqns)
     outvars = [*(v for e in eqns for v in e.outvars if v in {*part.outvars}), *more_outs]
     jaxpr = _jax.rebuild(part.jaxpr, invars=invars, outvars=outvars, eqns=all_eqns)
     return Part(jaxpr, invars, outvars), decision.after(len(first))
-
-
-def _reading(eqn: Eqn, replaced: Mapping[Var, Atom]) -> Eqn:
-    """An equation that reads other variables."""
-    return eqn.replace(invars=[a if isinstance(a, Literal) else replaced.get(a, a) for a in eqn.invars])

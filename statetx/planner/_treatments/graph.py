@@ -19,7 +19,7 @@ import numpy as np
 from ... import _jax
 from ..._equations.compiled import Program
 from ..._equations.compiler import fast_compile_options
-from ..._equations.dataflow import alive_bytes, variables_of
+from ..._equations.dataflow import alive_bytes, free_variables, variables_of
 from ..._equations.primitives import flops, row_of
 from ..._jax import Array, Arrays, Eqn, Jaxpr, Var
 from ..._lift.context import TraceContext, device_bytes
@@ -302,7 +302,7 @@ class Graph:
         # values and inputs of the region are counted by `Choice.peak`. Values in fewer bits are arguments in their
         # stored form.
         computed = {v for e in recomputed for v in e.outvars}
-        inputs = dict.fromkeys(v for e in recomputed for v in variables_of(e) if v not in computed)
+        inputs = dict.fromkeys(free_variables(recomputed))
         inputs |= dict.fromkeys(v for v in [*backward.forward_residuals, *saved] if v not in computed)
         by_address = dict(decision.saved or ())
         ways = {v: by_address.get(address, KEEP) for v, address in self._address_of.items()}
