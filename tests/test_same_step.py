@@ -677,6 +677,20 @@ def test_the_report_says_why_float64_is_not_possible():
     assert "both in float64: not possible (scan body function carry input and carry output" in str(report)
 
 
+def test_a_library_may_say_in_any_way_that_float64_is_not_possible():
+    class ModuleError(Exception):
+        pass
+
+    def total(values):
+        if values.dtype != jnp.float32:
+            raise ModuleError("the module failed") from ValueError("its types are of 32 bits")
+        return values.sum()
+
+    xs = jax.random.normal(jax.random.key(0), (1000,))
+    report = assert_same_step(lambda xs: total(xs * xs), lambda xs: total((xs * xs)[::-1]), xs, steps=1)
+    assert "both in float64: not possible (its types are of 32 bits)" in str(report)
+
+
 @pytest.mark.parametrize("compile_", [lambda f: f, statetx.jit], ids=["plain", "jit"])
 def test_a_comparison_holds_one_run_at_a_time(compile_, monkeypatch):
     """In sets of states: the user's, those that the step begins with, and the reference's results. To measure rounding

@@ -187,8 +187,8 @@ class _Sides:
                 other = next(near)
                 measured = largest(*map(lambda x: differences(x, other), near))
                 actual = next(step.evaluate(self._states[1], is_double=True, options=other_roundings()))
-            except (TypeError, ValueError) as e:  # its own types do not fit to float64
-                self.report.double_problem = str(e).strip().partition("\n")[0].rstrip(":.")
+            except Exception as e:  # its own types do not fit to float64, or those of its plan: any library may say so
+                self.report.double_problem = str(_cause(e)).strip().partition("\n")[0].rstrip(":.")
             else:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
                 # It may compute parts in fewer bits all the same, and results, too.
@@ -289,6 +289,11 @@ class _Sides:
             nodes = [recordings[n].nodes[pairs[0][1 - n]] for n in (1, 0)]
             first, second = (None if node.eqn is None else node for node in nodes)
         return [first, second]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error: a module may raise another one with its own name."""
+    return error if error.__cause__ is None else _cause(error.__cause__)
 
 
 # -- states ---------------------------------------------------------------------------------------------------------
