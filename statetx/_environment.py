@@ -31,13 +31,12 @@ def flag(name: str) -> bool:
     return is_on
 
 
-def require(module: str, feature: str, extra: str = "plot") -> Any:
+def require(module: str, feature: str) -> Any:
     """Import a module that a feature needs.
 
     Args:
         module: its name.
         feature: the option or method that the user called, for the message.
-        extra: the extra of statetx that installs the package.
 
     Raises:
         ImportError: it cannot be imported; the message has the command that installs it.
@@ -46,4 +45,4 @@ def require(module: str, feature: str, extra: str = "plot") -> Any:
         return importlib.import_module(module)
     except ImportError as e:
         package = module.partition(".")[0]
-        raise ImportError(f"{feature} needs {package}, which is not installed: pip install 'statetx[{extra}]'") from e
+        raise ImportError(f"{feature} needs {package}, which is not installed: pip install 'statetx[plot]'") from e

@@ -182,7 +182,7 @@ def counted(num: int, word: str) -> str:
     return f"{num} {word}{'' if num == 1 else 's'}"
 
 
-def value_str(tree: PyTree, width: int = 200) -> str:
+def value_str(tree: PyTree) -> str:
     """`short_tree_type_str`; a Python scalar, or an array of at most four elements that a device holds, with its value.
 
     Example:
@@ -191,7 +191,7 @@ def value_str(tree: PyTree, width: int = 200) -> str:
     """
     if isinstance(tree, (bool, int, float, complex, str)) or tree is None:
         return brief(tree)
-    text = short_tree_type_str(tree, width)
+    text = short_tree_type_str(tree, 200)
     is_concrete = isinstance(tree, (jax.Array, np.ndarray, np.generic)) and not isinstance(tree, Tracer)
     if not is_concrete or tree.size > _MAX_SHOWN or jnp.issubdtype(tree.dtype, jax.dtypes.extended):
         return text

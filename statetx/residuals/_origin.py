@@ -134,14 +134,14 @@ class ProvenanceFinder:
                 num_enclosing = len(provenance.regions)
             if row_of(eqn).forwards is Forwards.VALUE:
                 atom = eqn.invars[n if len(eqn.invars) == len(eqn.outvars) else 0]
-            elif name == "scan":
-                is_step = n >= _jax.scan_counts(eqn)[1]
+            elif name in ("scan", "shard_map"):
                 level = level.within(i, 0, eqn.params["jaxpr"])
                 atom = level.jaxpr.outvars[n]
-                stacked = stacked and is_step
-                if is_step:
+                if name == "scan" and n >= _jax.scan_counts(eqn)[1]:
                     provenance.times *= eqn.params["length"]
                     provenance.aval = atom.aval
+                elif name == "scan":
+                    stacked = False
 
             elif name == "cond":
                 level, atom = self._branch_value(level, i, eqn, n)
@@ -151,9 +151,6 @@ class ProvenanceFinder:
                 atom = eqn.invars[0]
                 provenance.aval = atom.aval
                 del provenance.regions[num_enclosing:]
-            elif name == "shard_map":
-                level = level.within(i, 0, eqn.params["jaxpr"])
-                atom = level.jaxpr.outvars[n]
             else:
                 provenance.eqn, provenance.address = eqn, (*level.address, i, n)
                 break

@@ -192,14 +192,15 @@ def _type(row: Residual) -> str:
     return f"{row.type} for {short_dtype(row.dtype)}" if row.stored_as else row.type
 
 
-def in_fewer_bits(residuals: Iterable[Residual], num: int = 3) -> str:
-    """The types of values that are stored in fewer bits, by bytes, most first; empty if there are none."""
+def in_fewer_bits(residuals: Iterable[Residual]) -> str:
+    """The types of values that are stored in fewer bits, three at most, by bytes; empty if there are none."""
     counts: collections.Counter[str] = collections.Counter()
     for row in sorted(residuals, key=lambda row: -row.nbytes):
         if row.stored_as:
             counts[_type(row)] += row.times
     texts = [f"{n} x {type_}" if n > 1 else type_ for type_, n in counts.items()]
-    return ", ".join([*texts[:num], *([f"and {len(texts) - num} more types"] if len(texts) > num else [])])
+    more = [f"and {len(texts) - 3} more types"] if len(texts) > 3 else []
+    return ", ".join([*texts[:3], *more])
 
 
 def _from(row: Residual) -> str:
