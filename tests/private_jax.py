@@ -38,6 +38,7 @@ core
     eval_jaxpr jaxpr_as_fun: evaluation of jaxprs | jax.extend.core.jaxpr_as_fun
     eval_trace trace_ctx set_current_trace: the trace that operations go to | none
     extend_axis_env_nd no_axis_name top_axis_env: axis names of jax.vmap and jax.shard_map | none
+    freeze_p: frozen Refs of the caller are read | none
     jaxprs_in_params: the jaxprs in an equation | none
     mapped_aval unmapped_aval physical_aval: types of slices, of stacks, and of what extended dtypes are made of | none
     new_jaxpr_eqn: new equations | jax.extend.core.new_jaxpr_eqn

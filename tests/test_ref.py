@@ -572,3 +572,21 @@ def test_no_array_of_a_ref_is_elsewhere(name):
         jax.tree.map(np.testing.assert_array_equal, (out, states()), expected)
         add()
         jax.tree.map(np.testing.assert_array_equal, (out, x), (expected[0], np.full(3, 2.0)))
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("name", ["jit", "remat", "scan"])
+def test_frozen_ref_of_the_caller_is_read(name, is_written):
+    """As in JAX: it is made elsewhere, and lives on."""
+    ref = jax.new_ref(H)
+
+    def f(x):
+        if is_written:
+            ref[...] = x * ref[...]
+        return jax.jit(lambda: jax.freeze(ref))() + jax.freeze(ref)
+
+    calls = {"jit": statetx.jit(f), "remat": lambda x: jax.jit(statetx.remat(f))(x)}
+    calls["scan"] = lambda x: statetx.scan(lambda c, _: (c + f(x), None), jnp.zeros(3), length=1)[0]
+    factor = 2.0 if is_written else 1.0
+    np.testing.assert_allclose(calls[name](2.0), 2 * factor * H)
+    np.testing.assert_allclose(ref[...], factor * H)

@@ -149,10 +149,16 @@ def discharge_refs(jaxpr: Jaxpr) -> tuple[Jaxpr, list[bool], list[bool]]:
 
 def _with_values_of_refs(x: Any) -> Any:
     """Read the Refs that functions with a derivative rule close over before their calls, at any depth, unless the
-    functions write them.
+    functions write them; and read those of the caller that are frozen, as JAX does: only a Ref that is made here ends
+    here.
     """
     eqns = []
+    given = set(open_jaxpr(x)[0].invars)
     for eqn in open_jaxpr(x)[0].eqns:
+        if eqn.primitive is _core.freeze_p and eqn.invars[0] in given:
+            (get,) = _reading(eqn.invars[0].aval).eqns
+            eqns.append(get.replace(invars=eqn.invars, outvars=eqn.outvars))
+            continue
         eqn = map_jaxprs(_with_values_of_refs, eqn)
         num = num_unseen(eqn) if has_rule(eqn) else 0
         is_ref = [i < num and isinstance(v.aval, _AbstractRef) for i, v in enumerate(eqn.invars)]
