@@ -32,6 +32,8 @@ def is_array(x: Any) -> bool:
         return True
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in _NOT_NUMERIC and x.dtype.names is None
+    if _jax.is_hi_value(x):
+        return True
     # A state may have `__jax_array__` (flax's do). It is not an array, whatever it holds.
     return callable(getattr(x, "__jax_array__", None)) and not isinstance(x, type) and not _states.is_opaque(x)
 
@@ -197,8 +199,9 @@ def as_array(x: Any) -> Any:
     """Convert an object that is an array only through ``__jax_array__``; return all others unchanged."""
     if type(x) in _jax.LEAVES:
         return x
-    if hasattr(x, "__jax_array__") and not isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_array(x):
-        return x.__jax_array__()
+    convert = getattr(x, "__jax_array__", None)  # None, too, in a tracer of a type of hijax
+    if convert is not None and not isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_array(x):
+        return convert()
     return x
 
 
@@ -210,6 +213,11 @@ def host_array(x: Any) -> np.ndarray:
 
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
+
+
+def as_value(x: Any) -> Any:
+    """As ``jnp.asarray``, of a leaf that JAX takes: one of a type of hijax is unchanged."""
+    return x if isinstance(x, jax.Array) or _jax.is_hi_value(x) else jnp.asarray(x)
 
 
 class Identity:

@@ -40,10 +40,11 @@ core
     extend_axis_env_nd no_axis_name top_axis_env: axis names of jax.vmap and jax.shard_map | none
     freeze_p: frozen Refs of the caller are read | none
     jaxprs_in_params: the jaxprs in an equation | none
+    mapped_leading_aval: the type that a step of a loop gets | none
     mapped_aval unmapped_aval physical_aval: types of slices, of stacks, and of what extended dtypes are made of | none
     new_jaxpr_eqn: new equations | jax.extend.core.new_jaxpr_eqn
     positional_effects: effects of a call | none
-    pytype_aval_mappings: the types of links; errors for states that are used as arrays | none
+    pytype_aval_mappings: the types of links and of values of hijax; errors for states that are used as arrays | none
 custom_derivatives
     __file__: frames that call derivative rules | none
 debugging
@@ -61,6 +62,8 @@ effects
     remat_allowed_effects: what may run again in a region | none
 flattree
     nones pack: the structure of a scan's operands, since jax 0.12 | none
+hijax
+    HiPspec HiType MappingSpec: base classes of types, and of how they are divided and mapped | jax.experimental.hijax, not all in 0.10
 interpreters.ad
     backward_pass backward_pass3: whether a backward pass is running, which calls derivative rules | none
     JVPTracer LinearizeTracer: the primal of a value that is differentiated | none

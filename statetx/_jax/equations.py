@@ -84,6 +84,11 @@ def drop_axis(aval: Any, axis: int) -> Any:
     return _core.mapped_aval(aval.shape[axis], axis % len(aval.shape), aval)
 
 
+def element_type(aval: Any, length: int) -> Any:
+    """The type of an element of a value of so many, as a step of a loop gets it."""
+    return _core.mapped_leading_aval(length, aval)
+
+
 def with_weak_type(x: Any, weak: bool) -> Any:
     """Make the type of `x` weak or strong; its value is unchanged."""
     return _lax._convert_element_type(x, weak_type=weak)

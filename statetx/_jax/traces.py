@@ -13,6 +13,7 @@ import jax.core
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import hijax as _hijax
 from jax._src import literals as _literals
 from jax._src import source_info_util, traceback_util
 from jax._src import util as _util
@@ -47,6 +48,34 @@ ArrayImpl = _ArrayImpl
 LEAVES = frozenset([ArrayImpl, _ad.JVPTracer, _ad.LinearizeTracer, _batching.BatchTracer])
 LEAVES |= frozenset([_pe.DynamicJaxprTracer, _pe.JaxprTracer])
 """Types that are always leaves of a tree: arrays and tracers."""
+
+HiType, MappingSpec, HiPspec = _hijax.HiType, _hijax.MappingSpec, _hijax.HiPspec
+"""Classes of hijax: of types, and of how `jax.vmap` maps their values and `jax.shard_map` divides them."""
+
+# Some of these have a function for their type that raises an error.
+_known = [cls for cls in _core.pytype_aval_mappings if not issubclass(cls, Tracer)]
+_without_hi_type = {cls for cls in _known if cls.__module__.startswith(("builtins", "numpy", "jax."))}
+
+
+def is_hi_value(x: Any) -> bool:
+    """Whether `x` has a type of hijax, or is a tracer of one: JAX passes it as one value, which has no dtype."""
+    if type(x) in _without_hi_type:
+        return False
+    if isinstance(x, Tracer):
+        return isinstance(x.aval, HiType)
+    typeof = _core.pytype_aval_mappings.get(type(x))
+    return typeof is not None and isinstance(typeof(x), HiType)
+
+
+def is_weak(aval: Any) -> bool:
+    """Whether a type is weak; those of hijax never are."""
+    return getattr(aval, "weak_type", False)
+
+
+def strong_type(aval: Any) -> Any:
+    """What two types have in common if they differ in weakness at most: shape, dtype and explicit sharding."""
+    return aval if isinstance(aval, HiType) else (aval.shape, aval.dtype, aval.sharding.spec)
+
 
 _context = _core.trace_ctx
 eager_trace = _core.eval_trace
@@ -315,4 +344,5 @@ def refuse_as_value(cls: type, refuse: Callable[[Any], Any]) -> None:
     The error must not be a `TypeError`, which JAX replaces by one about ``static_argnums``.
     """
     _core.pytype_aval_mappings[cls] = refuse
+    _without_hi_type.add(cls)
     _dtypes.canonicalize_value_handlers[cls] = refuse

@@ -34,7 +34,8 @@ def common_length(
 
     Args:
         call: the call, for messages.
-        axes: for each array its axis, or None if it has no part in this.
+        axes: for each array its axis, or None if it has no part in this; nor has a value that is mapped by the
+            rule of a type of hijax.
         names: the names of the arrays, for messages.
         lacking: the fix for an array without its axis.
         differing: the fix for arrays of different lengths.
@@ -46,7 +47,7 @@ def common_length(
     """
     firsts: dict[Any, int] = {}  # from length to the first array of that length
     for n, (x, axis) in enumerate(zip(arrays, axes, strict=True)):
-        if axis is None:
+        if not isinstance(axis, int):
             continue
         shape = x.shape if hasattr(x, "shape") else np.shape(x)
         if not -len(shape) <= axis < len(shape):

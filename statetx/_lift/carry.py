@@ -27,7 +27,7 @@ from .._frames import Effect
 from .._frames.foreign import held_by_libraries, undo_changes
 from .._objects.paths import Paths
 from .._text import tree_type_str, type_str
-from .._tree import Partition, is_model, partition
+from .._tree import Partition, as_array, is_model, partition
 from .._typing import PyTree
 from .staged import Staged, is_loop_leaf
 from .wrapper import name_of
@@ -44,9 +44,7 @@ def flatten_carry(name: str, init: PyTree) -> tuple[list[Any], Partition]:
         x = part.static[0]
         fix = "Give its .value, or close over it in the body" if _states.kind_of(x) else "Close over it in the body"
         raise StateValueError(f"{name}: the carry holds a {type(x).__name__}, which is not an array. {fix}.")
-    return [
-        x.__jax_array__() if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__") else x for x in leaves
-    ], part
+    return [as_array(x) for x in leaves], part
 
 
 def settle(
@@ -116,7 +114,7 @@ def promote(x: Any, aval: Any) -> Any:
 def _as_dtype(x: Any, aval: Any) -> Any:
     """As ``jax.lax.scan`` does, except that `x` is left unchanged if it does not promote to exactly that dtype."""
     in_aval = _jax.abstract(x)
-    if not in_aval.weak_type or in_aval.shape != aval.shape or in_aval.dtype == aval.dtype:
+    if not _jax.is_weak(in_aval) or in_aval.shape != aval.shape or in_aval.dtype == aval.dtype:
         return x
     try:
         dtype = jnp.result_type(x, aval)
@@ -146,7 +144,7 @@ def differs(a: Any, b: Any) -> bool:
     """Whether two types differ in shape, dtype or explicit sharding; weakness does not count, nor whether values vary
     between the devices of a `jax.shard_map`.
     """
-    return (a.shape, a.dtype, a.sharding.spec) != (b.shape, b.dtype, b.sharding.spec)
+    return _jax.strong_type(a) != _jax.strong_type(b)
 
 
 def _check_carry(body: Staged, first: Partition, avals: Sequence[Any], returned: Partition, out_avals: Any) -> None:

@@ -307,6 +307,8 @@ class DifferentiatedStates:
         return bool(is_selected and arrays and not part.static and all(map(self._is_differentiable, arrays)))
 
     def _is_differentiable(self, x: Any) -> bool:
+        if _jax.is_hi_value(x):
+            return False
         return self._allow_int or jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
     def _differentiable(self, state: Any, kind: Any, value: Any) -> tuple[list, Any]:

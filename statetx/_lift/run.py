@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from .. import _frames, _jax, _states
 from .._atomic import commit
@@ -20,7 +19,7 @@ from .._frames import Frame
 from .._objects.paths import Paths, reaches_unwatched
 from .._objects.walk import held_states
 from .._states import Kind
-from .._tree import Partition, is_array_or_number, is_opaque
+from .._tree import Partition, as_value, is_array_or_number, is_opaque
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
 from .differentiated import DifferentiatedStates, refuse_lost_writes, split_aux
@@ -101,7 +100,7 @@ class FramedRun:
 
         def leaves_of(out: PyTree) -> list:
             out_leaves, self.out = partition_output(out, is_array_or_number, is_leaf=None)
-            return [jnp.asarray(x) for x in out_leaves]
+            return [as_value(x) for x in out_leaves]
 
         return self(args, {}, state_values, args if self.diff_states is None else (), leaves_of)
 
@@ -154,7 +153,7 @@ def call(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any], wants_refs:
     staged = guarded(frame.name, staged, [(access.state, access.kind) for access in frame.accesses.values()])
     if _jax.enclosing_shard_map() is not None:
         staged = Body(_jax.on_current_mesh(staged.jaxpr), staged.operands)
-    outs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in staged(staged.operands)]
+    outs = [as_value(x) for x in staged(staged.operands)]
 
     for effect in reversed(refs):  # their values are the last outputs
         effect.value = outs.pop()

@@ -246,7 +246,7 @@ def sort_states(staged: Staged, rules: Rules, fix: str) -> SortedStates:
 def as_types(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Make each value as weakly or strongly typed as its `aval`."""
     return [
-        x if _jax.abstract(x).weak_type == aval.weak_type else _jax.with_weak_type(x, aval.weak_type)
+        x if _jax.is_weak(_jax.abstract(x)) == _jax.is_weak(aval) else _jax.with_weak_type(x, aval.weak_type)
         for x, aval in zip(values, avals, strict=True)
     ]
 

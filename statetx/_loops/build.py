@@ -136,8 +136,15 @@ def make_loop(
 
 
 def refuse_effects(staged: Staged, body: Body, strategy: Strategy | None) -> None:
-    """Raise if a strategy would repeat effects of the body that must not be repeated."""
+    """Raise if a strategy would repeat effects of the body that must not be repeated, or store what is no array."""
     if strategy is not None:
+        for v in (*body.jaxpr.invars, *body.jaxpr.outvars):
+            if isinstance(v.aval, _jax.HiType):
+                raise PolicyError(
+                    f"{staged.name}: checkpoint={strategy!r} stores arrays, and a value of the body "
+                    f"{name_of(staged.fun)} has the type {v.aval.str_short()} of hijax.\n"
+                    f"Fix: leave checkpoint= out, or carry the arrays that it is made of."
+                )
         caller = f"{staged.name}: the body {name_of(staged.fun)}"
         when = f"a step is recomputed, as checkpoint={strategy!r} has it"
         decide.refuse_effects(body.jaxpr, caller, when, "the loop")

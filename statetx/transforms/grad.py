@@ -432,7 +432,7 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     # As in JAX, a Python bool, which is not differentiated, has a cotangent of type float0.
     static = [np.zeros((), jax.dtypes.float0) if isinstance(x, bool) else x for x in primals_part.static]
     primals_part = Partition(primals_part.treedef, primals_part.mask, tuple(static))
-    pull = _Pull(name_of(fun), run.out, [x.dtype for x in out_leaves], primals_part, diff_states)
+    pull = _Pull(name_of(fun), run.out, [getattr(x, "dtype", None) for x in out_leaves], primals_part, diff_states)
     pullback = jax.tree_util.Partial(pull, vjp_fun)
     out = run.out.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)

@@ -44,7 +44,7 @@ from .._remat.rewriter import Rewriter
 from .._remat.stored import StoredType
 from .._states import Kind
 from .._text import brief, suggestion, type_str
-from .._tree import as_array, freeze, is_array, partition
+from .._tree import as_array, as_value, freeze, is_array, partition
 from .._typing import Filter, Indices, Names, Policy
 
 T = TypeVar("T")
@@ -250,7 +250,7 @@ class Remat(Wrapper, made_by=remat):
         with jax.named_scope(short_name(name_of(fun))):
             outs = region(staged.operands, *arrays)
         # A constant output comes back in the form that it had while tracing, which may not be a `jax.Array`.
-        return outcome.finish([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs])
+        return outcome.finish([as_value(x) for x in outs])
 
     def _region(
         self,

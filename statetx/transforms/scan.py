@@ -28,7 +28,7 @@ from .._loops import eager
 from .._loops.build import make_loop, resolve_strategy
 from .._loops.strategy import Strategy
 from .._text import type_str
-from .._tree import as_array, is_array, is_array_or_number, partition
+from .._tree import as_array, as_value, is_array, is_array_or_number, partition
 from .._typing import Filter, PyTree
 
 C = TypeVar("C")
@@ -128,11 +128,11 @@ def scan(
     refuse_divided("scan", xs_leaves, names)
     if _jax.is_jit_disabled():
         if length:
-            first = carry_part.combine([jnp.asarray(x) for x in carry])
+            first = carry_part.combine([as_value(x) for x in carry])
             return eager.scan(f, first, xs, length, bool(reverse), rules, strategy and strategy.truncation)
         with jax.disable_jit(False):  # without a step, only staging finds the output types
             return scan(f, init, xs, length, states=states)
-    x_avals = [_jax.drop_axis(_jax.abstract(x), 0) for x in xs_leaves]
+    x_avals = [_jax.element_type(_jax.abstract(x), length) for x in xs_leaves]
 
     def arguments(leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
         return (carry_part.combine(leaves[: len(carry)]), xs_part.combine(leaves[len(carry) :])), {}
@@ -217,7 +217,7 @@ def _resolve_length(
     size = common_length(
         "scan",
         xs,
-        [0] * len(xs),
+        [None if _jax.is_hi_value(x) else 0 for x in xs],  # it has no length of its own
         names,
         lacking=_fix_of_lacking(xs),
         differing="give arrays of equal length, and close over the others in the body",

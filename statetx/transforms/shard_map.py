@@ -320,7 +320,7 @@ class _SpecChecks:
     def check(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:
         """Check the spec of an input, and the devices that hold it."""
         self.check_spec(name, option, spec)
-        if not self._sizes:
+        if not self._sizes or isinstance(spec, _jax.HiPspec):
             return
         self._check_rank(name, option, spec, x)
         for size, axes in zip(jnp.shape(x), spec.partitions, strict=False):
@@ -341,6 +341,8 @@ class _SpecChecks:
             )
 
     def check_spec(self, name: Callable[[], str], option: str, spec: Any) -> None:
+        if isinstance(spec, _jax.HiPspec):
+            return  # of a type of hijax, which checks it
         if not isinstance(spec, PartitionSpec):
             raise TypeError(
                 f"{self._name}: {option} has {brief(spec)} for {name()}, which is not a PartitionSpec.\n"
@@ -354,7 +356,7 @@ class _SpecChecks:
             )
 
     def _check_rank(self, name: Callable[[], str], option: str, spec: Any, x: Any) -> None:
-        if len(spec) > jnp.ndim(x):
+        if not isinstance(spec, _jax.HiPspec) and len(spec) > jnp.ndim(x):
             raise ValueError(
                 f"{self._name}: {option} has {spec} for {name()}, of type {type_str(x)}: more entries than the array "
                 f"has dimensions.\n"

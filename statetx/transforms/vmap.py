@@ -152,8 +152,8 @@ class Vmap(Wrapper, made_by=vmap):
             return {name: [_whole(x) for x in group] for name, group in groups.pack().items()}
 
         mapped_axes = [a for a in axes if a is not None]
-        out_axes = {axis for axis in jax.tree.leaves(self._out_axes) if isinstance(axis, int)}
-        groups = OutputGroups([None, 0, *sorted(out_axes)])
+        out_axes = [axis for axis in jax.tree.leaves(self._out_axes) if isinstance(axis, (int, _jax.MappingSpec))]
+        groups = OutputGroups([None, 0, *out_axes])
         run = jax.vmap(body, in_axes=(mapped_axes,), out_axes=groups.keys, **{**self._jax_options, "axis_size": size})
         return groups.finish(run(mapped))
 
@@ -331,7 +331,7 @@ def _broadcast_axes(option: str, axes: Any, tree: PyTree) -> list[int | None]:
     is_none = lambda x: x is None
     entries = broadcast_prefix("vmap", option, axes, tree, what=what, entry="an axis", is_leaf=is_none)
     for axis in entries:
-        if axis is not None and not isinstance(axis, int):
+        if axis is not None and not isinstance(axis, (int, _jax.MappingSpec)):
             raise TypeError(f"vmap: {option} must hold ints and None, got {type(axis).__name__}: {axis!r}.")
     can_map = _can_map if option == "in_axes" else lambda x: _can_map(x) or _is_dynamic(x)
     leaves = jax.tree.leaves(tree, is_leaf=_states.is_opaque)
@@ -358,7 +358,7 @@ def _check_output(call: str, out: PyTree, axes: Sequence[int | None], trace: Any
                 f"{call}: out_axes has None for {name}, {type_str(x)} for each example, which differs between the "
                 f"examples.\nFix: give the axis along which they are stacked, such as 0, or reduce it over them."
             )
-        if isinstance(x, _Unit):
+        if isinstance(x, _Unit) or _jax.is_hi_value(x):
             continue  # JAX's rule for its type checks its axis
         if axis is not None and not -jnp.ndim(x) - 1 <= axis <= jnp.ndim(x):
             raise ValueError(

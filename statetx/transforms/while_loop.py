@@ -23,7 +23,7 @@ from .._loops.build import as_strategy, refuse_effects, resolve_strategy
 from .._loops.step import LoopStep
 from .._loops.strategy import Strategy
 from .._text import type_str
-from .._tree import is_array_or_number
+from .._tree import as_value, is_array_or_number
 from .scan import ScanLoop
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def while_loop(
     if _jax.is_jit_disabled():
         # ConcretizationTypeError: under vmap the examples may end at different steps.
         with contextlib.suppress(jax.errors.ConcretizationTypeError):
-            first = part.combine([jnp.asarray(x) for x in carry])
+            first = part.combine([as_value(x) for x in carry])
             return eager.while_loop(cond_fun, body_fun, first, max_steps)
 
     def stage(fun: Callable, traced_for: str, carry: list, enter: Callable) -> Staged:
@@ -204,7 +204,7 @@ def fori_loop(
             )
         length = max(upper - lower, 0)
         if _jax.is_jit_disabled():
-            first = part.combine([jnp.asarray(x) for x in carry])
+            first = part.combine([as_value(x) for x in carry])
             return eager.fori_loop(range(lower, upper), body_fun, first, strategy and strategy.truncation)
     # A counter of traced bounds has their promoted dtype.
     start = lower if is_static else jnp.asarray(lower + 0 * upper)

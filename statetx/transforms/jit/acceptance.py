@@ -85,9 +85,7 @@ def _same_types(leaves: Sequence[Any], avals: Sequence[Any]) -> bool:
         return False
     for leaf, b in zip(leaves, avals, strict=True):
         a = _jax.abstract(leaf)
-        if a.shape != b.shape or a.dtype != b.dtype or a.weak_type != b.weak_type:
-            return False
-        if a.sharding.spec != b.sharding.spec:  # explicit axes only: types do not contain the sharding over others
+        if _jax.strong_type(a) != _jax.strong_type(b) or _jax.is_weak(a) != _jax.is_weak(b):
             return False
     return True
 
@@ -226,7 +224,7 @@ def names_mesh(jaxpr: _jax.Jaxpr) -> bool:
 
 def is_on_mesh(avals: Iterable[Any]) -> bool:
     """Whether a value of one of these types is on a mesh. Types name the mesh for automatic axes, too."""
-    return any(not a.sharding.mesh.empty for a in avals)
+    return any(not a.sharding.mesh.empty for a in avals if not isinstance(a, _jax.HiType))
 
 
 def _has_expected_sharding(x: jax.Array, sharding: Sharding | None, is_fixed: bool) -> bool:

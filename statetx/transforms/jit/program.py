@@ -428,7 +428,8 @@ def _keep_type(effect: _frames.Effect, old_part: Partition, old_avals: Sequence[
         return
     for n, (leaf, aval) in enumerate(zip(leaves, old_avals, strict=True)):
         new_aval = _jax.abstract(leaf)
-        if new_aval.weak_type != aval.weak_type and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
+        is_other = _jax.is_weak(new_aval) != _jax.is_weak(aval)
+        if is_other and (new_aval.shape, new_aval.dtype) == (aval.shape, aval.dtype):
             leaves[n] = _jax.with_weak_type(leaf, aval.weak_type)
     effect.value = part.combine(leaves)
 
