@@ -590,3 +590,42 @@ def test_frozen_ref_of_the_caller_is_read(name, is_written):
     factor = 2.0 if is_written else 1.0
     np.testing.assert_allclose(calls[name](2.0), 2 * factor * H)
     np.testing.assert_allclose(ref[...], factor * H)
+
+
+def test_pullback_adds_cotangents_to_refs():
+    """As that of ``jax.vjp``; leaves that are not arrays and differentiated states have no part in it."""
+    gradient, w = jax.new_ref(jnp.zeros(3)), statetx.Param(W)
+
+    def f(tree, mode, y):
+        return jnp.sin(tree["h"] * w.value).sum() * y if mode == "sin" else 0.0
+
+    entries = {"h": gradient}, "sin", jax.ad.DontWant()
+    for n in (1, 2):
+        out, pullback = statetx.vjp(f, {"h": H}, "sin", 2.0, wrt=w)
+        of_w, (of_h, mode, of_y) = pullback.with_refs(*entries)(1.0)
+        assert (of_h, mode, of_y) == ({"h": jax.ad.GradRef()}, "sin", jax.ad.DidntWant())
+        np.testing.assert_allclose(of_w, 2 * jnp.cos(H * W) * H, rtol=1e-6)
+        np.testing.assert_allclose(gradient[...], n * 2 * jnp.cos(H * W) * W, rtol=1e-6)
+
+    with pytest.raises(ValueError, match=r"primals\[0\]\['h'\] has a cotangent of type f32\[3\], and its entry is Ref"):
+        pullback.with_refs({"h": jax.new_ref(jnp.zeros(2))}, "sin", jax.ad.GradValue())
+    with pytest.raises(ValueError, match="one entry for each primal"):
+        pullback.with_refs(gradient)
+
+
+def test_refs_collect_the_cotangents_of_a_loop():
+    gradient = jax.new_ref(jnp.zeros(3))
+
+    @statetx.jit
+    def train(xs):
+        def step(total, x):
+            loss, pullback = statetx.vjp(lambda w: jnp.sin(w * x).sum(), W)
+            pullback.with_refs(gradient)(jnp.ones_like(loss))
+            return total + loss, None
+
+        return statetx.scan(step, 0.0, xs)[0]
+
+    xs = jnp.stack([H, 2 * H])
+    loss, expected = jax.value_and_grad(lambda w: sum(jnp.sin(w * x).sum() for x in xs))(W)
+    np.testing.assert_allclose(train(xs), loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient[...], expected, rtol=1e-6)

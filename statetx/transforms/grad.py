@@ -25,6 +25,7 @@ import numpy as np
 
 from .. import _jax, _states
 from .._errors import FunctionError, StateAccessError
+from .._lift.carry import leaf_names
 from .._lift.differentiated import (
     DifferentiatedStates,
     parse_argnums,
@@ -381,11 +382,11 @@ class Grad(ValueAndGrad, made_by=grad):
 @overload
 def vjp(
     fun: Callable[..., tuple[R, A]], *primals: Any, wrt: PyTree | Filter = None, has_aux: Literal[True]
-) -> tuple[R, Callable[[Any], Any], A]: ...
+) -> tuple[R, Pullback, A]: ...
 @overload
 def vjp(
     fun: Callable[..., R], *primals: Any, wrt: PyTree | Filter = None, has_aux: Literal[False] = False
-) -> tuple[R, Callable[[Any], Any]]: ...
+) -> tuple[R, Pullback]: ...
 @_jax.api_boundary
 @notes_shapes
 def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool = False) -> tuple[Any, ...]:
@@ -401,7 +402,8 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
     Returns:
         ``(out, pullback)``, or with `has_aux` ``(out, pullback, aux)``. ``pullback(cotangent_of_out)`` returns a tuple
         with a cotangent for each primal; with `wrt`, the pair of the states' cotangents and this tuple. It runs
-        none of the user's Python and writes no state. It is a pytree: a jitted function may return it.
+        none of the user's Python and writes no state. It is a pytree: a jitted function may return it. As in JAX,
+        ``pullback.with_refs(*refs)`` is one that adds cotangents to Refs, given in the structure of the primals.
 
     State:
         Each written state is written once, with its value from the forward pass.
@@ -426,14 +428,17 @@ def vjp(fun: Callable, *primals: Any, wrt: PyTree | Filter = None, has_aux: bool
             raise error
     run = FramedRun("vjp", fun, has_aux, diff_states)
     pure = run.named(lambda state_values, *diff: run.flat(primals_part.combine(diff), state_values))
-    out_leaves, vjp_fun, leaves = jax.vjp(pure, diff_states.values() if diff_states else [], *arrays, has_aux=True)
+    values = diff_states.values() if diff_states else []
+    out_leaves, vjp_fun, leaves = jax.vjp(pure, values, *arrays, has_aux=True)
     aux = run.finish(leaves, vjp_fun)
 
     # As in JAX, a Python bool, which is not differentiated, has a cotangent of type float0.
     static = [np.zeros((), jax.dtypes.float0) if isinstance(x, bool) else x for x in primals_part.static]
     primals_part = Partition(primals_part.treedef, primals_part.mask, tuple(static))
-    pull = _Pull(name_of(fun), run.out, [getattr(x, "dtype", None) for x in out_leaves], primals_part, diff_states)
-    pullback = jax.tree_util.Partial(pull, vjp_fun)
+    types = [*map(jax.typeof, arrays)]
+    dtypes = [getattr(x, "dtype", None) for x in out_leaves]
+    pull = _Pull(name_of(fun), run.out, dtypes, primals_part, types, jax.tree.structure(values), diff_states)
+    pullback = Pullback(pull, vjp_fun)
     out = run.out.combine(out_leaves)
     return (out, pullback, aux) if has_aux else (out, pullback)
 
@@ -446,12 +451,14 @@ def _as_cotangent(number: complex, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pull:
-    """The static part of a pullback: the structures of the output, the primals and the differentiated states."""
+    """The static part of a pullback: structures of the output and primals, types of both, and differentiated states."""
 
     name: str
     out: Partition
     dtypes: list[Any]
     primals: Partition
+    types: list[Any]
+    states: Any
     diff_states: DifferentiatedStates | None
 
     def __call__(self, vjp_fun: Callable, *cotangents: Any) -> Any:
@@ -476,5 +483,37 @@ class _Pull:
         primal_cts = self.primals.combine(array_cts)
         return primal_cts if self.diff_states is None else (self.diff_states.combine(state_cts), primal_cts)
 
+    def with_refs(self, vjp_fun: Any, refs: tuple) -> Callable:
+        """JAX's pullback with what it shall do with the cotangent of each primal."""
+        leaves, treedef = jax.tree.flatten(refs, is_leaf=None if self.diff_states is None else is_opaque)
+        if treedef != self.primals.treedef:
+            raise ValueError(
+                f"with_refs of the pullback of {self.name} needs one entry for each primal, in their structure, "
+                f"{self.primals.treedef}, got {treedef}.\nFix: jax.ad.GradValue() for a cotangent that is returned, "
+                f"jax.ad.DontWant() for one that is not needed."
+            )
+        entries = [x for x, is_dynamic in zip(leaves, self.primals.mask, strict=True) if is_dynamic]
+        # Checked here: JAX's names of the primals are those of the function around the user's.
+        for path, x, aval in zip(leaf_names(self.primals), entries, self.types, strict=True):
+            ct = aval.to_ct_aval()
+            if isinstance(x, jax.Ref) and hasattr(ct, "dtype") and (x.shape, x.dtype) != (ct.shape, ct.dtype):
+                raise ValueError(
+                    f"with_refs of the pullback of {self.name}: primals{path} has a cotangent of type {type_str(ct)}, "
+                    f"and its entry is {_states.describe(x)}.\nFix: jax.new_ref(jnp.zeros_like(primal))."
+                )
+        of_states = [jax.ad.GradValue()] * self.states.num_leaves  # pyright: ignore[reportPrivateImportUsage]
+        return vjp_fun.with_refs(jax.tree.unflatten(self.states, of_states), *entries)
+
     def __repr__(self) -> str:
         return f"<pullback of {self.name}>"
+
+
+class Pullback(jax.tree_util.Partial):
+    """A `_Pull` applied to JAX's pullback, whose residuals are its leaves."""
+
+    def with_refs(self, *refs: Any) -> Callable[[Any], Any]:
+        """As that of the pullback of ``jax.vjp``."""
+        return jax.tree_util.Partial(self.func, self.func.with_refs(*self.args, refs))
+
+
+jax.tree_util.register_pytree_node(Pullback, lambda p: (p.args, p.func), lambda pull, args: Pullback(pull, *args))
