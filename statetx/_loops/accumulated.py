@@ -118,12 +118,9 @@ class TurnsAgain(DifferentiableLoop):
         wide = [constants[i].astype(dtypes[i]) for i in widened]
         wide_tangents = {n: tangents[i].astype(dtypes[i]) for n, i in enumerate(widened)}
         narrow_tangents = {i + len(wide): t for i, t in tangents.items() if i not in widened}
-        key = tuple(widened), _jax.trace_context()
-        if key not in self._turns:
-            turns = lambda step: nested(step, (self.length,))
-            self._turns[key] = ComposedLoop(self._with_wide(widened, wide), turns)
-        tangents = wide_tangents | narrow_tangents
-        loop = self._turns[key].linearized(tuple(tangents)) if is_linearized else self._turns[key].unchanged
+        turns = lambda: ComposedLoop(self._with_wide(widened, wide), lambda step: nested(step, (self.length,)))
+        tangents, composed = wide_tangents | narrow_tangents, kept(self._turns, tuple(widened), turns)
+        loop = composed.linearized(tuple(tangents)) if is_linearized else composed.unchanged
         return jvp_of(loop, ([*wide, *constants], carry, xs), tangents)
 
     @functools.cached_property

@@ -104,11 +104,9 @@ class DifferentiableLoop:
     def jaxpr_for(self, avals: Sequence[Any]) -> Any:
         """The loop as a closed jaxpr for arguments of these types."""
         # A jaxpr that was traced under other settings, such as x64 or a mesh, is another one.
-        key = (tuple(avals), _jax.trace_context())
-        if key not in self._jaxprs:
-            jaxpr, consts = _jax.stage(lambda *xs: self.run(list(xs)), avals, traced_for="scan", name=self.step.name)
-            self._jaxprs[key] = _jax.close(jaxpr, consts)
-        return self._jaxprs[key]
+        run = lambda *xs: self.run(list(xs))
+        staged = lambda: _jax.close(*_jax.stage(run, avals, traced_for="scan", name=self.step.name))
+        return kept(self._jaxprs, tuple(avals), staged)
 
     def lowered(self, jaxpr: Any) -> Any:
         """The closed jaxpr to compile for `jaxpr`, one of `jaxpr_for`."""
@@ -335,7 +333,7 @@ def kept(cache: dict[Any, D], key: Any, make: Callable[[], D]) -> D:
     """
     key = key, _jax.trace_context()
     made = cache.get(key) or make()
-    if not made.operands:  # type: ignore[attr-defined]
+    if not getattr(made, "operands", ()):
         cache[key] = made
     return made
 
