@@ -16,7 +16,7 @@ from .. import _frames, _jax, _states
 from .._frames import Effect
 from .._objects.opaque import refuse_hidden
 from .._objects.walk import held_states
-from .._tree import ARRAY, Partition, is_array, is_array_or_number, is_opaque, partition
+from .._tree import ARRAY, Partition, is_array, is_opaque, partition
 from .._typing import PyTree
 from .._unfinished import refuse_unfinished
 
@@ -192,7 +192,7 @@ class _Arrays:
 
 
 def without_new_states(out: PyTree) -> PyTree:
-    """Replace the objects that hold nothing but arrays and states made in this call by `_Arrays`."""
+    """Replace the objects whose states were all made in this call by `_Arrays`."""
     frame = _frames.current_frame()
     assert frame is not None
     created = {id(state) for state, _ in frame.created()}
@@ -201,9 +201,8 @@ def without_new_states(out: PyTree) -> PyTree:
         if not _states.is_opaque(x):
             return x
         states = held_states(x)
-        leaves, treedef = jax.tree.flatten(x)
         is_new = bool(states) and all(id(state) in created for state in states)
-        return _Arrays(leaves, treedef) if is_new and all(map(is_array_or_number, leaves)) else x
+        return _Arrays(*jax.tree.flatten(x)) if is_new else x
 
     return jax.tree.map(replaced, out, is_leaf=_states.is_opaque) if created else out
 
