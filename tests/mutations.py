@@ -50,6 +50,7 @@ EQUIVALENT: dict[str, str] = {
         "a buffer is written before it is read"
     ),
     "statetx/_remat/rewriter.py dropped: visited.add(id(inner)) -> pass": "time alone",
+    "statetx/kinds/brainstate/observe.py left out: innermost and not access.acquired -> (innermost)": "time alone",
     "statetx/kinds/misuse.py index: obj[:_MAX_ITEMS] -> (obj[:_MAX_ITEMS + 1])": "how many items a message looks at",
     "statetx/_loops/bind.py index: handed_on[:num_carry] -> (handed_on[:num_carry + 1])": "the next condition has it",
 }

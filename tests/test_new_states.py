@@ -204,6 +204,8 @@ def test_state_created_in_a_brainstate_transform_is_readable_afterwards(value, f
     statetx.jit(lambda: None)()  # before the first call, the state would keep its level, as it does in brainstate
     with brainstate.StateTraceStack():
         statetx.State(0)  # dies before the block ends
+        kept = statetx.State(1)
+    assert kept.value == 1
 
     def make(x):
         box.h = brainstate.HiddenState(x * 2 if value == "traced" else np.ones((), np.float32))
