@@ -56,7 +56,7 @@ def compiled_bytes(fun, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
 def test_plan_counts_bytes_per_device(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -250,7 +250,7 @@ def test_gradient_of_a_shard_map_is_rewritten_on_a_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_budget_in_shard_map_is_per_device(check_vma):
     mesh, x = mesh_of(), jnp.ones((512, 64))
     w = statetx.Param(jnp.full((64, 64), 0.01))
@@ -307,9 +307,7 @@ def test_while_loop_with_slots_steps_per_device(check_vma):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", [P("d"), pytest.param(P(), marks=pytest.mark.slow)], ids=["sharded weights", "replicated weights"]
-)
+@pytest.mark.parametrize("spec", [P("d"), P()], ids=["sharded weights", "replicated weights"])
 def test_fit_counts_no_gradient_that_is_not_taken(spec):
     """Of the batch. As an output of the measured program it would lend its memory to temporary values, and the budget
     would be exceeded.

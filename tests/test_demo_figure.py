@@ -72,14 +72,7 @@ def test_a_difference_of_the_exact_run_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="other versions of XLA reserve other amounts")
-@pytest.mark.parametrize(
-    "name, argument",
-    [
-        ("scheduled", "Slots(64)"),
-        pytest.param("nested", "Levels(2)", marks=pytest.mark.slow),
-        pytest.param("plain", "None", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name, argument", [("scheduled", "Slots(64)"), ("nested", "Levels(2)"), ("plain", "None")])
 def test_memory_of_the_demo_is_as_written(name, argument):
     """Compiled at the demo's sizes, and not run: XLA's amounts do not depend on the machine."""
     with jax.numpy_rank_promotion("allow"):  # as in the demo

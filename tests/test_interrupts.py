@@ -276,8 +276,8 @@ def test_interrupt_at_every_line_of_a_compiled_call_that_creates_a_state(kinds, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [pytest.param(11, marks=pytest.mark.slow), 53])
-@pytest.mark.parametrize("how", [pytest.param("jit", marks=pytest.mark.slow), "jit, donated"])
+@pytest.mark.parametrize("step", [11, 53])
+@pytest.mark.parametrize("how", ["jit", "jit, donated"])
 def test_interrupt_while_staging_and_compiling(how, step):
     model = Model(MIXED)
     assert check_every_line(model, lambda: HOW[how](model.step), step=step) > 20
@@ -304,7 +304,7 @@ def test_interrupt_at_every_line_of_a_restore():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [pytest.param(100, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num", [100, 2])
 def test_interrupted_plan_leaves_states_and_stored_plans_as_they_were(num, tmp_path, monkeypatch):
     w, h, x = statetx.Param(jnp.eye(16)), statetx.State(jnp.zeros(16)), jnp.ones((256, 16))
 

@@ -115,13 +115,7 @@ OF_VJP = ("reverse over reverse", "forward over reverse")  # JAX has no other mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "rule"),
-    [
-        *(pytest.param(m, "custom_jvp", marks=pytest.mark.slow if m in SLOW else ()) for m in MODES),
-        *((m, "custom_vjp") for m in OF_VJP),
-    ],
-)
+@pytest.mark.parametrize(("mode", "rule"), [*((m, "custom_jvp") for m in MODES), *((m, "custom_vjp") for m in OF_VJP)])
 def test_derivative_equals_that_of_the_plain_loop(mode, rule):
     # JAX's `while` has no reverse mode: a loop of unknown length has one forward of reverse, or of forward.
     has_while = mode in ("forward over reverse", "forward over forward", "hessian")

@@ -257,7 +257,7 @@ def test_fence_adds_no_collective():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
 def test_collectives_in_a_rematerialized_function_of_one_device(kind):
     """Weights gathered by hand within remat, gradients reduced by the transpose, a mean over devices as a state."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))

@@ -242,7 +242,7 @@ def bytes_in_parts(program, num):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
+@pytest.mark.parametrize("kind", ["gradients", "loss"])
 def test_fit_takes_the_fewest_parts(program, kind):
     budget = bytes_in_parts(program, 4) + 2**14
     fun = jax.value_and_grad(program.loss) if kind == "gradients" else program.loss

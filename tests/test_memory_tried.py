@@ -252,9 +252,7 @@ def loop_in_a_stage(layer, scan):
 @pytest.mark.parametrize(
     "make, action",
     [
-        pytest.param(layers_in_a_loop, "remat", marks=pytest.mark.slow),
-        (layers_in_a_plain_loop, "remat"),
-        pytest.param(layers_in_a_stage, "remat", marks=pytest.mark.slow),
+        *((f, "remat") for f in (layers_in_a_loop, layers_in_a_plain_loop, layers_in_a_stage)),
         (loop_in_a_stage, "slots"),
     ],
 )

@@ -735,7 +735,7 @@ def test_under_disable_jit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("gradients", marks=pytest.mark.slow), "loss"])
+@pytest.mark.parametrize("kind", ["gradients", "loss"])
 def test_eight_parts_take_a_sixth_of_the_memory(kind):
     import programs
 

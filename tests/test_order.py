@@ -160,11 +160,7 @@ def test_independent_gradients_run_one_after_the_other(plan_together, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "step",
-    [together, *(pytest.param(f, marks=pytest.mark.slow) for f in (of_examples, of_parts, pulled_back_later))],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("step", [together, of_examples, of_parts, pulled_back_later], ids=lambda f: f.__name__)
 def test_independent_gradients_keep_their_values(step, plan_together):
     is_made = step is together
     plan = plan_together if is_made else statetx.plan(step, *PAIR, BATCH, budget=0.6, of="temporaries")

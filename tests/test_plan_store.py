@@ -72,7 +72,7 @@ def entries(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fun", [pytest.param(loss, marks=pytest.mark.slow), step])
+@pytest.mark.parametrize("fun", [loss, step])
 def test_second_plan_compiles_nothing(folder, compilations, fun):
     first = statetx.plan(fun, WS, X, budget=0.8)
     assert compilations and len(entries(folder)) == 1
@@ -258,7 +258,7 @@ def test_code_of_derivative_rules_counts(has_refs, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [60, 1000])
 def test_damaged_entries_are_misses_or_plans_of_the_program(tmp_path_factory, damaged_plan, monkeypatch, num):
     """What is accepted is what the call may get: another valid decision, whose gradient is the same, or
     another figure.

@@ -222,7 +222,7 @@ def dropped(ws, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [2, 5])
 def test_plans_under_strict_promotion(num):
     with jax.numpy_dtype_promotion("strict"):
         plan = planner(dropped, WS[:num], X).plan(0.8)

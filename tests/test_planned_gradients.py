@@ -103,7 +103,7 @@ def test_one_gradient_is_captured(step):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
-    [by_value_and_grad, *(pytest.param(f, marks=pytest.mark.slow) for f in (by_bound_name, by_vjp))],
+    [by_value_and_grad, by_bound_name, by_vjp],
     ids=lambda step: step.__name__,
 )
 def test_planned_step_keeps_the_budget_and_its_values(step):

@@ -85,10 +85,10 @@ def plan_of_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [0.6, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.95, 0.47))])
+@pytest.mark.parametrize("budget", [0.6, 0.95, 0.47])
 @pytest.mark.parametrize(
     "fun",
-    [loss, pytest.param(functools.partial(loss, block=statetx.remat(block)), marks=pytest.mark.slow), scanned],
+    [loss, functools.partial(loss, block=statetx.remat(block)), scanned],
     ids=["plain", "marked", "scan"],
 )
 def test_plan_stays_within_budget_with_equal_gradients(fun, budget, plan_of_loss):
@@ -1015,7 +1015,7 @@ def loop_with_clock(ws, x, after=lambda t: t):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [pytest.param(lambda t: t, marks=pytest.mark.slow), no_reverse_mode])
+@pytest.mark.parametrize("after", [lambda t: t, no_reverse_mode])
 def test_clock_of_a_loop_needs_no_derivative(after):
     """JAX differentiates neither the clock nor what reads it, so the loop is planned like one without."""
     clocked = functools.partial(loop_with_clock, after=after)
@@ -1429,7 +1429,7 @@ def _loss_of_four(w, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sign", [1, -1])
 def test_times_of_a_target_are_estimates(monkeypatch, sign):
     """Nothing runs. The program that is told to be the fastest is taken, and one whose time is not known is not."""
 
@@ -1528,7 +1528,7 @@ def test_values_within_a_fusion_are_not_worth_saving():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_fitting", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("num_fitting", [0, 1])
 def test_programs_without_room_beside_other_arrays_are_not_chosen_as_the_fastest(monkeypatch, num_fitting):
     """As on GPUs: the zeros that a program is timed with come on top of the caller's arrays."""
     zeros, fitting = _times._zeros, []

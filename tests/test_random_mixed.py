@@ -125,9 +125,7 @@ BREAKAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "breakage", [b if n == 0 else pytest.param(b, marks=pytest.mark.slow) for n, b in enumerate(BREAKAGES)]
-)
+@pytest.mark.parametrize("breakage", BREAKAGES)
 def test_broken_feature_is_found_and_reduced(breakage, monkeypatch):
     name, broken, word = BREAKAGES[breakage]
     programs = [p for p in map(program_of, range(200)) if word in source(p, "statetx")]

@@ -178,7 +178,7 @@ def tied_layers(share, num=12):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [1, 2, 3])
 def test_decisions_are_those_of_the_regions_own_fronts(share):
     """Two periods with one weight have another input list than two with two weights: `Decision.inputs` counts
     inputs.
@@ -239,9 +239,7 @@ def test_cotangents_that_wait_are_counted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, pytest.param(statetx.remat, marks=pytest.mark.slow)], ids=["unmarked", "marked"]
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, statetx.remat], ids=["unmarked", "marked"])
 def test_memory_of_a_policy_on_the_blocks_is_reached(wrap):
     planner = Planner(functools.partial(loss, block=wrap(block)), WS, X, of="temporaries", argnums=0)
     for policy in ("nothing", "dots"):
@@ -349,7 +347,7 @@ def chain(num, wrap=lambda layers: layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [5, 10])
 def test_unmarked_chains_reach_the_memory_of_segments_by_hand(num):
     """Segments that save nothing: XLA holds their outputs twice where they are saved, too."""
     by_hand, *args = chain(num, statetx.remat)

@@ -448,7 +448,7 @@ def test_slots_with_a_format_give_carries_back():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "slots"), [(40, 10), pytest.param(64, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("width", "slots"), [(40, 10), (64, 20)])
 def test_carries_in_bits_whose_last_axis_is_split_over_devices(width, slots):
     if jax.device_count() < 4:
         pytest.skip("fewer than four devices")
@@ -529,7 +529,7 @@ def test_while_loop_with_carries_in_bits_under_transforms(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("check_vma", [False, True])
 def test_while_loop_with_carries_in_bits_steps_per_device(check_vma):
     if jax.device_count() < 2:
         pytest.skip("one device")

@@ -47,11 +47,7 @@ def long(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fun, gradient",
-    [(loss, jax.value_and_grad(loss)), pytest.param(step, step, marks=pytest.mark.slow)],
-    ids=["loss", "step"],
-)
+@pytest.mark.parametrize("fun, gradient", [(loss, jax.value_and_grad(loss)), (step, step)], ids=["loss", "step"])
 def test_memory_is_extrapolated_to_the_byte(long, fun, gradient):
     plan = statetx.plan(fun, WS, X, budget=0.6, of="temporaries", argnums=0 if fun is loss else None)
     assert plan.unplanned_bytes == temp_bytes(gradient, WS, X) and plan.unplanned_is_compiled

@@ -62,9 +62,7 @@ def planner():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "donate", [pytest.param((), marks=pytest.mark.slow, id="plain"), pytest.param((0, 1), id="donated")]
-)
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["plain", "donated"])
 def test_compiled_step_keeps_the_budget(donate):
     jitted = jax.jit(step, donate_argnums=donate)
     unplanned = total(jitted, *ARGS)
@@ -104,7 +102,7 @@ def test_planned_jitted_step_donates_and_traces_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [pytest.param(jax.jit, marks=pytest.mark.slow), statetx.jit], ids=["jax", "statetx"])
+@pytest.mark.parametrize("jit", [jax.jit, statetx.jit], ids=["jax", "statetx"])
 def test_planned_jitted_step_has_the_stages_of_jit(jit):
     jitted = jit(step, donate_argnums=(0, 1))
     plan = statetx.plan(jitted, *ARGS, budget=0.8)
@@ -135,9 +133,7 @@ def test_arrays_that_the_step_closes_over_are_constants():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "donate", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="donated")]
-)
+@pytest.mark.parametrize("donate", [False, True], ids=["plain", "donated"])
 def test_states_of_an_optimizer_count(donate):
     ps = dict(enumerate(statetx.Param(w) for w in WS))
     frozen = statetx.State(jnp.ones((D, D)))  # read only: an argument, and no output
@@ -255,9 +251,7 @@ of_scalar = functools.partial(recurrent, jax.grad(lambda h: jnp.sin(h).sum()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "options"), [(of_array, {}), pytest.param(of_scalar, {"argnums": (0, 1)}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("loss", "options"), [(of_array, {}), (of_scalar, {"argnums": (0, 1)})])
 def test_budget_of_a_loss_that_takes_small_gradients_itself(loss, options):
     """As a neuron's integrator does, by the derivative of an array."""
     plan = statetx.plan(loss, WS[0], X[:32], budget=0.5, **options)
@@ -359,7 +353,7 @@ def test_memory_that_the_device_reports(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -379,7 +373,7 @@ def test_budget_of_a_sharded_step_is_that_of_one_device(axis_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_budget_inside_shard_map(check_vma):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
@@ -462,7 +456,7 @@ def test_two_gradients_around_shard_maps():
 @pytest.mark.parametrize(
     ("axis_type", "shard_map"),
     [
-        *[pytest.param(AxisType.Auto, f, marks=pytest.mark.slow) for f in (jax.shard_map, statetx.shard_map)],
+        *[(AxisType.Auto, f) for f in (jax.shard_map, statetx.shard_map)],
         (AxisType.Explicit, statetx.shard_map),
     ],
 )

@@ -211,7 +211,7 @@ def test_arrays_that_are_differentiated_and_returned_are_a_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["plan", pytest.param("budget", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["plan", "budget"])
 def test_a_planned_step(way):
     """The plan rewrites what the step differentiates: its residuals are those of the plan."""
     ws = WS

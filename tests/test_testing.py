@@ -10,7 +10,7 @@ import pytest
 
 import corpus
 import statetx
-from statetx import testing
+from statetx import policies, testing
 
 X = jnp.array([0.3, -0.7, 1.1])
 
@@ -28,15 +28,7 @@ class Layer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        None,
-        pytest.param(statetx.policies.primitives("tanh"), marks=pytest.mark.slow),
-        pytest.param(statetx.policies.everything, marks=pytest.mark.slow),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("policy", [None, policies.primitives("tanh"), policies.everything], ids=repr)
 def test_rematerialized_layer_is_equivalent_bit_for_bit(policy):
     layer = Layer()
     before = [s.value for s in (layer.w, layer.n)]

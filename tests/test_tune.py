@@ -104,10 +104,7 @@ def through(loop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "loop",
-    [pytest.param("fori_loop", marks=pytest.mark.slow), "map", pytest.param("remat_scan", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("loop", ["fori_loop", "map", "remat_scan"])
 def test_budget_holds_for_all_examples_in_every_loop(loop):
     def make(checkpoint):
         return lambda w, x: jax.vmap(jax.grad(lambda x: through(loop)(w, x, checkpoint)))(x)
