@@ -20,7 +20,6 @@ from .._text import counted, format_bytes, format_seconds, parse_bytes, short_pa
 from ..planner._budget import TimeLeft, read_time_limit
 from ..planner.planner import plan
 from ..residuals._trace import TracedCall, inspects
-from ..transforms.functionalize import functionalize
 from ._estimate import estimate
 from ._logits import num_words
 from ._search import NEGLIGIBLE, Remedy, Unused, remedies_for
@@ -355,7 +354,7 @@ def _without_changes(
     if stats and "bytes_limit" in stats:
         limit_bytes, source = stats["bytes_limit"], "the device"
         in_use = stats.get("bytes_in_use", 0)  # none of a target
-        other_bytes = max(0, in_use - _bytes_of_inputs(step, args, kwargs)) if in_use else 0
+        other_bytes = max(0, in_use - _bytes_of_inputs(call)) if in_use else 0
     elif limit_bytes is None:
         limit_bytes = _first_size(_CAPACITIES, text)
         source = "the error" if limit_bytes else ""
@@ -434,14 +433,10 @@ def _bytes_of(number: str, prefix: str) -> int:
     return int(float(number.rstrip(".,").replace(",", "")) * 1024**power)
 
 
-def _bytes_of_inputs(step: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
+def _bytes_of_inputs(call: TracedCall) -> int:
     """Bytes in the memory of the first device of the arguments and states that exist."""
     device = current.local_device()
     memories = (None, device.default_memory().kind)  # not the host's, where offloaded arrays are
-    arrays = [
-        x
-        for x in jax.tree.leaves((args, kwargs, functionalize(step).values(*args, **kwargs)))
-        if isinstance(x, jax.Array)
-    ]
-    alive = {id(x): x for x in arrays if not x.is_deleted() and x.sharding.memory_kind in memories}
-    return sum(s.data.nbytes for x in alive.values() for s in x.addressable_shards if s.device == device)
+    arrays = {id(i.array): i.array for i in call.inputs if isinstance(i.array, jax.Array)}
+    alive = [x for x in arrays.values() if not x.is_deleted() and x.sharding.memory_kind in memories]
+    return sum(s.data.nbytes for x in alive for s in x.addressable_shards if s.device == device)
