@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statetx
 from helpers import assert_close, captured
-from statetx._lift.context import TraceContext, sharding_of
+from statetx._lift.context import TraceContext
 from statetx._remat.override import rewritten_by
 from statetx._remat.rewriter import Rewriter
 from statetx.planner._program.devices import of_device
@@ -149,11 +149,11 @@ def test_loop_budget_counts_bytes_per_device(kind):
 # -- vmap and shard_map --
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_sharding_of_a_mapped_value_begins_with_the_mapped_axis(axis):
-    found = []
-    jax.vmap(lambda v: found.append(sharding_of(v)) or v, axis)(batch_on(mesh_of(), num=64))
-    assert found[0].spec == (P("d", None), P(None, "d"))[axis]
+def test_context_under_vmap_has_the_shardings_of_mapped_and_other_inputs():
+    named = lambda *spec: NamedSharding(mesh_of(), P(*spec))
+    context = TraceContext(shardings=(named("d"), None, named("d"), named("d"))).with_vmap("axis", [True, True, False])
+    assert context.shardings == (named(None, "d"), None, named("d"), named(None, "d"))
+    assert context.for_other_inputs() == TraceContext((("axis", ()),))
 
 
 @pytest.mark.slow
