@@ -185,7 +185,7 @@ def faults_of(file: pathlib.Path) -> Iterator[Fault]:
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     skipped = {id(n) for f in ast.walk(tree) for n in _skipped(f)}
     for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
+        if not isinstance(function, ast.FunctionDef) or "overload" in map(ast.unparse, function.decorator_list):
             continue
         defaults = [d for d in (*function.args.defaults, *function.args.kw_defaults) if d is not None]
         for node in (n for part in (*function.body, *defaults) for n in _own(part)):

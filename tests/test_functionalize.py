@@ -14,11 +14,11 @@ class Cell:
         self.w = statetx.Param(jnp.eye(3))
         self.h = statetx.State(jnp.zeros(3))
         self.log = statetx.State({"n": jnp.zeros((), jnp.int32), "tag": "t"})
-        self.mode = statetx.State("on")
+        self.mode = statetx.State(True)
         self.unused = statetx.State(1.0)
 
     def step(self, x):
-        if self.mode.value == "on":
+        if self.mode.value:
             self.h.value = jnp.tanh(self.w.value @ x + self.h.value)
         self.log.value = {**self.log.value, "n": self.log.value["n"] + 1}
         return self.h.value.sum()
@@ -77,7 +77,7 @@ def test_functionalize_under_every_plain_transform():
     cell, reference = Cell(), Cell()
     pure = statetx.functionalize(cell.step)
     values = pure.values(X)
-    assert list(values) == ["w", "h", "log"]  # the mode is read but is not a number: it is not an input
+    assert list(values) == ["w", "h", "log"]  # a flag that is read is not a number: it is not an input
     arrays = {k: v for k, v in values.items() if k != "log"} | {"log": values["log"]}
     out, new = pure(arrays, X)
     expected = reference.step(X)

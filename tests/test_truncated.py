@@ -287,6 +287,12 @@ def test_num_runs_is_the_compiled_number(checkpoint, runs):
     assert runs is None or checkpoint.num_runs(24) == runs * 24
 
 
+@pytest.mark.parametrize("options", [{"offload": True}, {"policy": policies.dots, "keep": "loop"}])
+def test_lengths_that_fit_no_shorter_segment_are_levels_there(options):
+    lengths, levels = policies.Lengths(2, 2, **options), Levels(2, **options)
+    assert [Truncated(4, checkpoint=lengths).within(n) for n in (4, 3)] == [lengths, levels]
+
+
 def test_program_size_does_not_depend_on_the_length():
     def loss(w, xs):
         return by_scan(w, H, xs, Truncated(4))

@@ -143,8 +143,9 @@ def test_mistakes():
         statetx.StateValueError, match=r"RngState 'key'.*\nFix: .*before this one, .*states=\{'key': statetx.Split, "
     ):
         statetx.vmap(lambda x: x * jax.random.uniform(key.next()), states={statetx.State: 0})(XS)
-    with pytest.raises(statetx.StateValueError, match="is not understood"):
-        statetx.vmap(lambda x: x, states={"s": statetx.Carry})
+    for rule in (statetx.Carry, True):
+        with pytest.raises(statetx.StateValueError, match="is not understood"):
+            statetx.vmap(lambda x: x, states={"s": rule})
     with pytest.raises(statetx.StateValueError, match="maps filters to rules"):
         statetx.vmap(lambda x: x, states=statetx.Param)
     with pytest.raises(ValueError, match="in_axes=\\(0, 0\\) is not a tree prefix"):
