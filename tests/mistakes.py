@@ -248,6 +248,15 @@ mistake("policies.dots()", PolicyError, "dots is a policy", "policy=dots")(
     lambda: statetx.remat(double, policy=policies.dots())
 )
 mistake("policies.dots(f)", PolicyError, "dots is a policy", "policy=dots")(lambda: policies.dots(double))
+for policy in (
+    policies.dots,
+    "dots",
+    jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_only_these_names("hidden"),
+):
+    mistake(f"@remat({policy!r})", PolicyError, "the policy", "Fix: statetx.remat(policy=...)")(
+        lambda policy=policy: statetx.remat(policy)(double)
+    )
 mistake("remat(policy=Slots(3))", PolicyError, "Slots(3)", "strategy", "checkpoint=Slots(3)")(
     lambda: statetx.remat(double, policy=policies.Slots(3))
 )

@@ -84,6 +84,21 @@ def as_policy(policy: Any) -> Policy | Rewriter:
     return JaxPolicy(policy)
 
 
+def refuse_policy(fun: Any) -> None:
+    """Raise if `remat` has got a policy in the place of the function.
+
+    Raises:
+        PolicyError: it has. JAX's policies are functions, so ``@remat(policy)`` would call one in place of `remat`.
+    """
+    is_name = isinstance(fun, str) and fun in (*_CONSTANTS, *_jax_names())
+    is_jax = getattr(fun, "__module__", None) == jax.checkpoint_policies.dots_saveable.__module__
+    if is_name or isinstance(fun, (Policy, Rewriter)) or (is_jax and callable(fun) and _takes_parameters(fun)):
+        raise PolicyError(
+            f"remat takes the function by position and the policy by keyword, got the policy {brief(fun)}.\n"
+            "Fix: statetx.remat(policy=...), or statetx.remat(fun, policy=...)."
+        )
+
+
 def _takes_parameters(policy: Any) -> bool:
     try:
         parameters = inspect.signature(policy).parameters.values()

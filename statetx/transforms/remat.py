@@ -37,7 +37,7 @@ from .._remat import decide
 from .._remat import fence as _fence
 from .._remat.atoms import States, nothing, without_objects
 from .._remat.override import override
-from .._remat.parse import as_policy, check_fence, check_formats, check_prevent_cse, refuse_formats
+from .._remat.parse import as_policy, check_fence, check_formats, check_prevent_cse, refuse_formats, refuse_policy
 from .._remat.policy import Policy as PolicyValue
 from .._remat.policy import StateRef
 from .._remat.rewriter import Rewriter
@@ -177,6 +177,7 @@ class Remat(Wrapper, made_by=remat):
     def make(cls, fun: Any, options: dict[str, Any]) -> Any:
         if fun is None:
             return functools.partial(cls.make, options=options)
+        refuse_policy(fun)
         methods = options["methods"]
         options = options | {"methods": None}
         if inspect.isclass(fun):
