@@ -240,13 +240,13 @@ def followed(make: Callable[[int], Callable], remedies: Any) -> Callable:
         if change.action == "microbatch":
             num = int(change.text.partition("statetx.microbatch(loss, ")[2].partition(",")[0])
         elif change.action == "donate":
-            donated.append(change.target)
+            donated.append(change.owner)
         elif change.action == "slots":
             code = change.text.partition("checkpoint=statetx.policies.")[2].partition(")")[0] + ")"
             CHECKPOINTS["slots"] = eval(code, dict(vars(statetx.policies)))
-        elif change.target in globals():
-            globals()[change.target] = remat(globals()[change.target])
-        elif change.action in ("remat", "policy") and change.target.startswith("scan"):
+        elif change.owner in globals():
+            globals()[change.owner] = remat(globals()[change.owner])
+        elif change.action in ("remat", "policy") and change.owner.startswith("scan"):
             CHECKPOINTS["body"] = remat
         else:
             raise ValueError(f"not followed: {change.text}")

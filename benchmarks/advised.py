@@ -865,7 +865,7 @@ def row(name: str) -> dict[str, Any]:
     begin = time.process_time()
     report = statetx.explain_oom(step, *args, gradient=False, limit=int((1 - SAVES) * plain), time_limit=None)
     seconds = time.process_time() - begin - of_profile  # it makes a profile, too
-    tried = {(r.change.action, r.change.target): r for r in report.tried}
+    tried = {(r.change.action, r.change.owner): r for r in report.tried}
     found = {}
     for change, target in changes.items():
         action = ACTIONS[change]

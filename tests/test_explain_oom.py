@@ -332,10 +332,10 @@ RECURRENT_ARGS = [jnp.eye(128)] * 13, jax.ShapeDtypeStruct((64, 8, 128), jnp.flo
 def test_axis_that_a_scan_runs_over_is_no_batch():
     report = explain_oom(jax.jit(recurrent_step, donate_argnums=0), *RECURRENT_ARGS, limit="1MiB", time_limit=0)
     assert report.remedies[0].change.action == "slots" and "scan of 64 steps" in report.remedies[0].change.text
-    targets = {change.target for change in report.profile.changes}
-    assert "batch" not in targets
+    owners = {change.owner for change in report.profile.changes}
+    assert "batch" not in owners
     # The loss is called once: the operations of its loops, which have it twice in their stacks, are no calls.
-    assert not any(target.endswith("loss") for target in targets)
+    assert not any(owner.endswith("loss") for owner in owners)
 
 
 # -- errors and devices ----------------------------------------------------------------------------------------------

@@ -455,4 +455,4 @@ def test_a_derivative_rule_is_no_function_to_rematerialize():
     loss = over(lambda p, x: jnp.sin(with_rule(p["a"], x)))
     profile = statetx.memory_profile(jax.jit(jax.grad(loss)), PARAMS, jnp.ones((256, D)))
     assert any("forward_rule" in step.stack for step in profile.steps)
-    assert "remat" not in {change.action for change in profile.changes if change.target == "forward_rule"}
+    assert "remat" not in {change.action for change in profile.changes if change.owner == "forward_rule"}

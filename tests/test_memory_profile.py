@@ -239,7 +239,7 @@ def test_no_policy_is_advised_where_the_loss_is_rematerialized_as_a_whole():
     # Where XLA runs all layers again before the first derivative of a layer, rematerialized layers spare nothing at the
     # peak.
     expected = {"Dropped.__call__"} if jax.__version_info__ < (0, 11, 1) else set()
-    assert {c.target for c in inside} == expected
+    assert {c.owner for c in inside} == expected
 
 
 def test_advice_inside_a_rematerialized_function_names_functions_inside_it():
@@ -251,8 +251,8 @@ def test_advice_inside_a_rematerialized_function_names_functions_inside_it():
 
     step = _step([first, second], statetx.remat(loss))
     profile = statetx.memory_profile(step, *memory_programs.arrays((2048, 64)), gradient=False)
-    targets = {c.target for c in profile.changes if "is rematerialized already" in c.text}
-    assert targets == {"Layer.__call__"}  # the loss is rematerialized already, and the step calls it
+    owners = {c.owner for c in profile.changes if "is rematerialized already" in c.text}
+    assert owners == {"Layer.__call__"}  # the loss is rematerialized already, and the step calls it
 
 
 def _step(layers, loss):
@@ -341,7 +341,7 @@ def test_a_loss_that_loops_over_layers_is_one_call_and_not_advised(num):
     loss, args = memory_programs.loss_of(layers), memory_programs.arrays((2048, 64))
     profile = statetx.memory_profile(_step(layers, loss), *args, gradient=False)
     remats = [c for c in profile.changes if c.action == "remat"]
-    assert not [c for c in remats if c.target.endswith("loss")]
+    assert not [c for c in remats if c.owner.endswith("loss")]
     assert f"Normalized.__call__ ({num} calls)" in remats[0].text
     # Followed, the advice to rematerialize the loss would raise the peak.
     whole = statetx.memory_profile(_step(layers, statetx.remat(loss)), *args, gradient=False)
@@ -357,7 +357,7 @@ def test_a_loss_with_a_product_behind_its_layers_is_not_advised():
         return ((x @ last.w.value) ** 2).mean()
 
     profile = statetx.memory_profile(_step([layers, last], loss), *memory_programs.arrays((2048, 64)), gradient=False)
-    assert {c.target for c in profile.changes if c.action == "remat"} == {"Normalized.__call__"}
+    assert {c.owner for c in profile.changes if c.action == "remat"} == {"Normalized.__call__"}
 
 
 def _layer(layer, x):
@@ -387,9 +387,9 @@ def test_a_function_that_a_loop_calls_has_a_call_for_each_repetition(function):
         return (x**2).mean()
 
     profile = statetx.memory_profile(_step(layers, loss), *memory_programs.arrays((2048, 64)), gradient=False)
-    targets = {c.target: c.text for c in profile.changes if c.action == "remat"}
-    assert f"{function.__name__} (4 calls)" in targets[function.__name__]
-    assert not [target for target in targets if target.endswith("loss")]
+    owners = {c.owner: c.text for c in profile.changes if c.action == "remat"}
+    assert f"{function.__name__} (4 calls)" in owners[function.__name__]
+    assert not [owner for owner in owners if owner.endswith("loss")]
 
 
 def test_operations_of_a_loop_in_a_loss_are_no_calls_of_it():
@@ -401,8 +401,8 @@ def test_operations_of_a_loop_in_a_loss_are_no_calls_of_it():
         return (x**2).mean()
 
     profile = statetx.memory_profile(_step(layers, loss), *memory_programs.arrays((2048, 64)), gradient=False)
-    targets = {c.target for c in profile.changes if c.action == "remat"}
-    assert "_hidden" in targets and not [target for target in targets if target.endswith("loss")]
+    owners = {c.owner for c in profile.changes if c.action == "remat"}
+    assert "_hidden" in owners and not [owner for owner in owners if owner.endswith("loss")]
 
 
 class Block:
@@ -476,7 +476,7 @@ def test_savings_in_a_loop_count_a_carry_that_is_not_stacked():
     stacks = [b for b in plain.buffers if b.stacked is not None]
     # The carry and the counter of the steps.
     assert len(stacks) == 2 and all(b.primitive == "dot_general" and b.carry_bytes == 4 * 64 * 16 + 4 for b in stacks)
-    predicted = {c.action: c.saved_bytes for c in plain.changes if c.target.startswith("scan of 32 steps")}
+    predicted = {c.action: c.saved_bytes for c in plain.changes if c.owner.startswith("scan of 32 steps")}
     slots = functools.partial(statetx.scan, checkpoint=statetx.policies.Slots(7))
     by_hand = {"slots": products_in_a_loop(slots), "remat": products_in_a_loop(statetx.scan, statetx.remat)}
     assert predicted.keys() == by_hand.keys() and "policies.Slots(7))" in str(plain.changes)
@@ -593,7 +593,7 @@ def test_advice_on_a_loop_in_a_library_is_a_plan_or_a_loop_of_ones_own():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.RNN(nnx.OptimizedLSTMCell(16, 16, rngs=nnx.Rngs(0)))
     profile = statetx.memory_profile(lambda x: (model(x) ** 2).mean(), *memory_programs.arrays((8, 30, 16)))
-    texts = {c.action: c.text for c in profile.changes if "scan of 30 steps" in c.target}
+    texts = {c.action: c.text for c in profile.changes if "scan of 30 steps" in c.owner}
     how = "by a plan (statetx.plan), or with a loop of your own in its place: statetx.scan("
     assert f"which is in flax, {how}" in texts["slots"]
     assert texts["remat"].startswith("Rematerialize with statetx.remat what the scan of 30 steps at ")

@@ -117,7 +117,7 @@ def test_the_body_of_a_loop_around_a_loop_is_predicted_and_tried():
     report = explain_oom(loss, *args, limit="1MiB", time_limit=None)
     assert report.remedies[0].change.text.startswith("Rematerialize the body of the scan of 50 steps")
     (slots,) = (c for c in report.profile.changes if c.action == "slots")
-    assert {c.action for c in report.profile.changes if c.target == slots.target} == {"slots", "remat"}
+    assert {c.action for c in report.profile.changes if c.owner == slots.owner} == {"slots", "remat"}
     assert report.remedies[0].added_operations < 0.5 and report.remedies[-1].fits
 
 
@@ -264,7 +264,7 @@ def test_changes_inside_of_loops_and_rematerialized_functions_take_what_they_tak
     plain, changed = statetx.measure(make(layer, statetx.scan), *args), statetx.measure(by_hand, *args)
     assert changed.peak_bytes < 0.8 * plain.peak_bytes
     report = explain_oom(make(layer, statetx.scan), *args, limit=int(0.9 * plain.peak_bytes), time_limit=None)
-    found = [t for t in report.tried if t.change.action == action and (action == "slots" or t.change.target == "layer")]
+    found = [t for t in report.tried if t.change.action == action and (action == "slots" or t.change.owner == "layer")]
     assert [t.needed_bytes for t in found] == [pytest.approx(changed.peak_bytes, rel=0.02)], str(report)
 
 

@@ -693,7 +693,7 @@ def spiking(block, num=8):
 def test_memory_profile_advises_bits_and_predicts_what_they_save():
     before = spiking(statetx.remat(layer))
     (change,) = [c for c in before.changes if c.action == "bits"]
-    assert change.target == "layer" and "inputs_stored_as='bits'" in change.text
+    assert change.owner == "layer" and "inputs_stored_as='bits'" in change.text
 
     after = spiking(statetx.remat(layer, inputs_stored_as=("bits", None)))
     saved = int(before.timeline.max() - after.timeline.max())

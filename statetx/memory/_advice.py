@@ -29,7 +29,7 @@ class AdvisedTimeline(Timeline):
     def changes(self) -> tuple[Change, ...]:
         """The changes that are worth it, the largest saving first; of two with the same target the better one."""
         changes = (c.change for c in candidates(self))
-        return tuple(sorted(changes, key=lambda c: (-c.saved_bytes, c.action, c.target)))
+        return tuple(sorted(changes, key=lambda c: (-c.saved_bytes, c.action, c.owner)))
 
     @functools.cached_property
     def at_peak(self) -> tuple[Group, ...]:

@@ -147,7 +147,7 @@ class _Search:
         return remedies, [Unused(TOOLS[a][0], reason) for a, reason in why.items()], [t.alone for t in tried]
 
     def _cost(self, chosen: Sequence[ChangeCandidate], *, is_first: bool = False) -> Cost | None:
-        self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.target}" for c in chosen))
+        self._tell("; ".join(f"{TOOLS[c.change.action][0]} {c.change.owner}" for c in chosen))
         return self._trials.cost(*_edits_of(chosen), is_first=is_first)
 
     def _fits(self, chosen: Sequence[ChangeCandidate]) -> bool:
@@ -217,7 +217,7 @@ class _Search:
             c = t.candidate
             if t.alone.change.condition:  # only if nothing else suffices
                 continue
-            if any(c.change.target == x.change.target and c.prerequisite != x.edit for x in chosen):
+            if any(c.change.owner == x.change.owner and c.prerequisite != x.edit for x in chosen):
                 continue
             is_first = any(c is x for x in self._first)
             if saves([*chosen, c], least, is_first=is_first) and peak <= self._most:
@@ -254,10 +254,10 @@ class _Search:
 
     def _without_needless(self, chosen: Sequence[ChangeCandidate], tried: Sequence[_Alone]) -> list[ChangeCandidate]:
         """Drop the changes that cost operations and are not needed, the most expensive first."""
-        operations = {t.candidate.change.target: t.operations for t in tried}
-        for c in sorted(chosen, key=lambda c: -operations.get(c.change.target, 0)):
+        operations = {t.candidate.change.owner: t.operations for t in tried}
+        for c in sorted(chosen, key=lambda c: -operations.get(c.change.owner, 0)):
             fewer = [x for x in chosen if x is not c]
-            is_costly = operations.get(c.change.target, 0) > NEGLIGIBLE
+            is_costly = operations.get(c.change.owner, 0) > NEGLIGIBLE
             if fewer and is_costly and self._fits(fewer):
                 chosen = fewer
         return list(chosen)

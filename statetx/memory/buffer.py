@@ -143,7 +143,7 @@ class Change(NamedTuple):
     Attributes:
         action: "remat", "policy", "donate", "slots", "store", "bits", "microbatch", "argument", "release" or
             "order".
-        target: the owner of the saved bytes.
+        owner: of the saved bytes.
         text: what to do, in one sentence.
         saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
         condition: a condition on the program, part of `text`: if it fails, the change gives other results. Empty for a
@@ -152,7 +152,7 @@ class Change(NamedTuple):
     """
 
     action: str
-    target: str
+    owner: str
     text: str
     saved_bytes: int
     condition: str = ""
