@@ -939,6 +939,9 @@ def while_in_reverse_with_states():
 mistake("while_loop under jax.grad", ValueError, "while_loop(", "checkpoint=", "Slots(")(
     lambda: jax.grad(lambda a: statetx.while_loop(lambda x: x < 9, lambda x: x * a, a))(2.0)
 )
+mistake("while_loop: the condition returns nothing", TypeError, "scalar bool", "got nothing")(
+    lambda: statetx.while_loop(lambda x: None, double, X)
+)
 mistake("fori_loop with traced bounds in reverse mode", ValueError, "fori_loop(", "Python integers", "Slots(")(
     lambda: statetx.jit(jax.grad(lambda a, n: statetx.fori_loop(0, n, lambda i, x: x * a, a)))(2.0, N)
 )
@@ -1375,6 +1378,7 @@ for text, (word, run) in {
         lambda: statetx.chunked(jnp.sum, size=2, weight=lambda x: x.sum() or 1)(X),
     ),
     "training step": ("value_and_grad(statetx.chunked(loss", lambda: statetx.chunked(stepped, size=2)(X)),
+    "axis that is a name": ("axis=('x',)", lambda: statetx.chunked(jnp.sum, ("x",), size=2)(X)),
     "unknown path": ("states=", lambda: statetx.chunked(jnp.sum, size=2, states={"typo": Carry})(X)),
     "unknown rule": ("states=", lambda: statetx.chunked(jnp.sum, size=2, states={Param: "carry"})(X)),
 }.items():

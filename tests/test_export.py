@@ -89,7 +89,8 @@ def test_states_by_path_are_updated_from_the_results():
 
 def scanned(checkpoint, w, x, num=40):
     step = lambda h, i: (jnp.tanh(h @ w) + i, None)
-    return (statetx.scan(step, x, jnp.arange(num) / num, checkpoint=checkpoint)[0] ** 2).sum()
+    h = statetx.scan(step, x, jnp.arange(num) / num, checkpoint=checkpoint)[0]
+    return statetx.vmap(jnp.square, axis_size=x.shape[0])(h).sum()
 
 
 SYMBOLIC = {
