@@ -11,7 +11,7 @@ SEARCHES = {
     "gradient release": {"how-to/release-gradients/"},
     "optimizer in backward": {"how-to/release-gradients/"},
     "bitwise": {"api/testing/assert_same_step/", "how-to/same-step/", "testing.assert_remat_equivalent"},
-    "with_refs": {"how-to/release-gradients/"},
+    "with_refs": {"how-to/release-gradients/", "vjp", "api/derivatives/vjp/"},
     "cuda_async": {"how-to/out-of-memory/"},
     "nnx memory": {"how-to/nnx-memory/"},
     "nan gradients": {"faq/"},
