@@ -2,6 +2,7 @@
 values.
 """
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +12,8 @@ from jax.experimental import io_callback
 
 import statetx
 from helpers import assert_near, captured, temp_bytes
+from statetx.planner import Planner
+from statetx.testing import assert_same_step
 
 D = 32
 X = jax.random.normal(jax.random.key(9), (128, D))
@@ -352,3 +355,25 @@ def test_nothing_is_rewritten_outside_of_a_block():
     with statetx.budget("1GiB"):
         pass
     assert str(step(WS, X)) == before
+
+
+def test_derivatives_of_a_trace_that_only_finds_states_are_no_gradients_of_the_step():
+    """`brainstate.transform.grad` traces the loss before it is differentiated, so that its inner derivatives are taken
+    outside of any gradient there.
+    """
+    weight = brainstate.ParamState(jnp.ones(4))
+    hidden = brainstate.HiddenState(jnp.zeros(4))
+
+    def loss(x):
+        hidden.value = brainstate.nn.exp_euler_step(lambda h: weight.value * x - h**3, hidden.value)
+        return (hidden.value**2).mean()
+
+    def step(x):
+        with brainstate.environ.context(dt=0.1):
+            gradients = brainstate.transform.grad(loss, {"weight": weight})(x)
+            weight.value = weight.value - 0.1 * gradients["weight"]
+
+    planner = Planner(step, jnp.ones(4))
+    assert len(planner.captured.gradients) == planner.captured.num_taken == 1
+    report = assert_same_step(step, planner.plan(1.0).apply(step), jnp.ones(4))
+    assert report.error == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,8 @@ class _InnerGradientRecorder(_Recorder):
     """Recorder of functions that are differentiated. Each becomes one equation: to differentiate them takes the most
     time.
 
-    Of one that consists of a shard_map, what runs on a device is recorded.
+    Of one that consists of a shard_map, what runs on a device is recorded. Those whose equations are in no program are
+    not `taken`: brainstate traces a loss once more, to find its states.
     """
 
     @of_device
@@ -146,7 +148,18 @@ class _InnerGradientRecorder(_Recorder):
         return super().rewrite(body, name, num_out)
 
     def _run(self, body: Body, num_out: int, operands: Sequence[jax.Array], args: Sequence[jax.Array]) -> Arrays:
-        return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars], num_out)
+        with jax.named_scope(f"{_GRADIENT}{len(self._recorded)}"):
+            return _jax.deferred_call(body, [*operands, *args], [v.aval for v in body.jaxpr.outvars], num_out)
+
+
+_GRADIENT = "statetx_gradient_"
+
+
+def _taken(recorded: Sequence[Recorded], step: Jaxpr) -> list[Recorded]:
+    """Those of the recorded functions that a step differentiates, by the scopes of its equations."""
+    scopes = {_jax.scope(eqn) for eqn in _jax.equations_in(step)}
+    numbers = {int(n) for scope in scopes for n in re.findall(rf"{_GRADIENT}(\d+)", scope)}
+    return [r for n, r in enumerate(recorded, 1) if n in numbers]
 
 
 class _Replace(Rewriter):
@@ -377,11 +390,12 @@ def capture(
     # One trace serves both cases: only during it does it show whether the function differentiates anything itself.
     inner = _InnerGradientRecorder(of_inner)
     function = _record(fun, args, kwargs, inner if nums is None else None, of_inner)
-    recorded = inner.take()
+    seen = inner.take()
+    recorded = _taken(seen, function.jaxpr)
     if recorded and not _is_step(function, recorded):
         function = _record(fun, args, kwargs, None, of_inner)
     elif recorded:
-        gradients, ignored = _distinct(recorded)
+        gradients, ignored = _distinct(recorded, seen)
         is_in_shard_map = any(gradient.context.manual is not None for gradient in gradients)
         step = CapturedStep(function, donated_inputs(function.jaxpr), fun, args, kwargs, is_in_shard_map, of_inner)
         num_taken = sum(r.lines not in ignored for r in recorded)
@@ -439,16 +453,19 @@ def _gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Cal
     return with_pullback(run, diff_indices)
 
 
-def _distinct(recorded: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
-    """The different functions among the recorded ones, and the lines of those that take next to nothing, such as
-    a rule of a library on a few scalars.
+def _distinct(
+    recorded: Sequence[Recorded], seen: Sequence[Recorded]
+) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
+    """The different functions among the recorded ones, and the fingerprints of others: of those that take next to
+    nothing, such as a rule of a library on a few scalars, and of those that were only seen.
     """
     # One loss may be differentiated several times, such as for each microbatch.
     distinct = {r.key: r for r in reversed(recorded)}
     sizes = {key: _value_bytes(r) for key, r in distinct.items()}
     least = TUNED.negligible * max(sizes.values())
     large = tuple(r for key, r in reversed(distinct.items()) if sizes[key] >= least)
-    return large, tuple(r.lines for key, r in distinct.items() if sizes[key] < least)
+    planned = {r.lines for r in large}
+    return large, tuple(lines for lines in dict.fromkeys(r.lines for r in seen) if lines not in planned)
 
 
 def _value_bytes(recorded: Recorded) -> int:
