@@ -456,7 +456,7 @@ def _gradient_of(jaxpr: Jaxpr, diff_indices: Sequence[int], num_out: int) -> Cal
 def _distinct(
     recorded: Sequence[Recorded], seen: Sequence[Recorded]
 ) -> tuple[tuple[Recorded, ...], tuple[tuple[str, ...], ...]]:
-    """The different functions among the recorded ones, and the fingerprints of others: of those that take next to
+    """The different functions among the recorded ones, and the lines of others: of those that take next to
     nothing, such as a rule of a library on a few scalars, and of those that were only seen.
     """
     # One loss may be differentiated several times, such as for each microbatch.
