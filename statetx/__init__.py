@@ -126,7 +126,6 @@ if _TYPE_CHECKING:
     from .transforms.functionalize import trace_states as trace_states
     from .transforms.grad import grad as grad
     from .transforms.grad import value_and_grad as value_and_grad
-    from .transforms.grad import vjp as vjp
     from .transforms.jacobian import hessian as hessian
     from .transforms.jacobian import jacfwd as jacfwd
     from .transforms.jacobian import jacrev as jacrev
@@ -144,6 +143,7 @@ if _TYPE_CHECKING:
     from .transforms.stack import Stack as Stack
     from .transforms.stack import stack as stack
     from .transforms.stack import unstack as unstack
+    from .transforms.vjp import vjp as vjp
     from .transforms.vmap import vmap as vmap
     from .transforms.while_loop import fori_loop as fori_loop
     from .transforms.while_loop import while_loop as while_loop
@@ -173,7 +173,7 @@ _PUBLIC = {
     ".transforms.chunked": "chunked",
     ".transforms.cond": "cond switch",
     ".transforms.functionalize": "StateTrace functionalize trace_states",
-    ".transforms.grad": "grad value_and_grad vjp",
+    ".transforms.grad": "grad value_and_grad",
     ".transforms.jacobian": "hessian jacfwd jacrev jvp linearize",
     ".transforms.jit.api": "jit",
     ".transforms.map": "map",
@@ -183,6 +183,7 @@ _PUBLIC = {
     ".transforms.scan": "scan",
     ".transforms.shard_map": "shard_map",
     ".transforms.stack": "Stack stack unstack",
+    ".transforms.vjp": "vjp",
     ".transforms.vmap": "vmap",
     ".transforms.while_loop": "fori_loop while_loop",
 }

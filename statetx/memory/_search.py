@@ -96,14 +96,14 @@ def remedies_for(
     advised = candidates(dataclasses.replace(profile, note=""), missing, to_try=trials is not None)
     if trials is not None:
         assert available is not None
-        return _Search(profile, available, trials, tell, *in_order(advised)).run()
+        return _RemedySearch(profile, available, trials, tell, *in_order(advised)).run()
     # An array that is passed as an argument may have no other copy on the device.
     first, others = in_order(c for c in advised if c.change.action != "argument")
     named = _named([*first, *others], frozenset())
     return [Remedy(change, 0, needed, False) for change, _ in named], [], []
 
 
-class _Search:
+class _RemedySearch:
     """Compiles changes of a program that does not fit: arguments as for `remedies_for`.
 
     Args:
