@@ -25,7 +25,8 @@ from ._passes import Passes
 from .saved import traced_to_differentiate
 
 _MIN_WIDTH = 110  # columns; below it, the passes are printed one above the other
-_HTML_WIDTH = 100  # of each pass
+_HTML_WIDTH = 76  # of each pass: a notebook shows them side by side
+_NOT_BROKEN = 12  # columns by which JAX's lines may be longer, since it does not break in front of a first operand
 
 _STYLES = {
     "residual": "bold reverse yellow",
@@ -156,7 +157,7 @@ class FwdBwd(Printed):
 
     def _equations(self, jaxpr: Jaxpr, width: int) -> Iterator[str]:
         for eqn in jaxpr.eqns:
-            for text in self._printer.equation(eqn, width).splitlines():
+            for text in self._printer.equation(eqn, width - _NOT_BROKEN).splitlines():
                 yield _WITH_PLACE.sub(_short_place, text)
 
 
