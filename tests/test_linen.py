@@ -132,6 +132,10 @@ def test_report_advises_remat_of_flax(activation):
         def __call__(self, x):
             return x + nn.Dense(8)(activation(nn.Dense(64)(x)))
 
+    class Unused(nn.Module):  # a method of this name in this file is not the one
+        def __call__(self, x):
+            return x
+
     net = nn.Sequential([Wide(), Wide()])
     params = net.init(jax.random.key(0), X)
     report = statetx.memory_report(lambda params, x: net.apply(params, x).sum(), params, X)

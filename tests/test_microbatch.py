@@ -132,12 +132,14 @@ def test_derivatives_of_a_loss_in_parts():
     assert_close(total(loss), total(mean_loss))
 
 
-def test_a_loss_is_differentiated_without_another_run():
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_a_loss_is_differentiated_without_another_run(how):
     """As many operations as the gradient function in parts: a rematerialized loop would run each part again."""
     count = lambda f: statetx.measure(f, PARAMS, X, Y, gradient=False).flops
     full = count(jax.value_and_grad(mean_loss))
-    of_gradients = count(statetx.microbatch(jax.value_and_grad(mean_loss), 5, argnums=(1, 2)))
-    of_loss = count(jax.value_and_grad(statetx.microbatch(mean_loss, 5, argnums=(1, 2))))
+    options = {"argnums": (1, 2), "reduce": how}
+    of_gradients = count(statetx.microbatch(jax.value_and_grad(mean_loss), 5, **options))
+    of_loss = count(jax.value_and_grad(statetx.microbatch(mean_loss, 5, **options)))
     num_params = sum(p.size for p in jax.tree.leaves(PARAMS))
     assert of_gradients <= full + 5 * 3 * (num_params + 10)
     assert of_loss <= full + 5 * 3 * (num_params + 10)

@@ -557,6 +557,9 @@ def test_under_plain_jax_checkpoint():
         )
     if REMAT3:
         pytest.skip("jax_remat3: JAX asks no policy but its own")
+    gradient = lambda policy: str(jax.make_jaxpr(jax.grad(jax.checkpoint(f, policy=policy)))(jnp.eye(3)))
+    num_products = [gradient(p).count("dot_general") for p in (policies.dots, policies.nothing)]
+    assert num_products == [3, 4]
     with pytest.raises(statetx.PolicyError, match=r"needs to know the states: use it with statetx\.remat"):
         jax.grad(jax.checkpoint(f, policy=policies.path("w")))(jnp.eye(3))
     with pytest.raises(statetx.PolicyError, match="doubled rewrites the whole function"):

@@ -429,7 +429,6 @@ def test_a_prefix_that_does_not_fit(formats):
 # -- masks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
 def test_masks_are_packed():
     def f(x, key):
         h = jax.nn.relu(x)
