@@ -1481,6 +1481,13 @@ def test_plans_by_times_have_fewer_regions(monkeypatch):
     assert 1 <= fewest(True) < fewest(False)
 
 
+def test_fastest_of_the_programs_of_variants_is_taken():
+    slow, fast = (SimpleNamespace(compiled=SimpleNamespace(seconds=seconds)) for seconds in (2.0, 1.0))
+    planner = SimpleNamespace(_options=SimpleNamespace(objective="auto"))
+    for programs in itertools.permutations((slow, fast)):
+        assert Planner._faster(planner, programs) is fast
+
+
 def test_stock_policies_are_timed_when_the_time_is_over(monkeypatch):
     _with_estimates(monkeypatch, lambda temp_bytes: 1.0 + temp_bytes)
     plan = statetx.plan(loss, FEW, X, argnums=0, budget=0.8, of="temporaries", time_limit=0)
