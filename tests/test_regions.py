@@ -19,8 +19,8 @@ from statetx._lift.context import TraceContext
 from statetx._remat.stored import BITS
 from statetx.planner import Planner
 from statetx.planner._program import cuts as _cuts
-from statetx.planner._search.capture import Recorded
 from statetx.planner._search.lattice import Lattice
+from statetx.planner._search.recorders import Recorded
 from statetx.planner._treatments import TREATMENTS, rewrite
 from statetx.planner._treatments.copies import Copies, Derived
 from statetx.planner._treatments.proposals import front_of

@@ -16,9 +16,9 @@ from ._program.fingerprint import fingerprint_of
 from ._program.flat import Flat, Part
 from ._program.values import KEEP, ON_HOST, InFormat, Way
 from ._search.candidates import Candidate
-from ._search.capture import Recorded
 from ._search.layout import Waits
 from ._search.program import PlannedProgram, ProgramSearch
+from ._search.recorders import Recorded
 from ._search.search import SearchOptions
 from ._treatments import OF_STEPS
 from ._treatments.inner_gradients import VARIANTS, InnerGradients

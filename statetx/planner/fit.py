@@ -19,7 +19,8 @@ from ._budget import TEMPORARIES, ByteBudget, read_amount, read_time_limit
 from ._plan import Plan
 from ._program.devices import of_device
 from ._program.flat import closed_over_by_rules, flatten
-from ._search.capture import Captured, Recorded
+from ._search.capture import Captured
+from ._search.recorders import Recorded
 from ._search.search import SearchOptions
 from .planner import DEFAULT_TIME_LIMIT, ProgramPlanner
 
