@@ -130,7 +130,14 @@ def test_updates_come_in_the_order_of_the_donated_inputs_and_other_outputs_after
     def step(w, m):
         return m * 2, w * 3, jnp.zeros(3), w.sum() * jnp.ones(3), m.sum()
 
-    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(3)).jaxpr
+    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(3))
     assert order_of_updates(jaxpr, [True, True]) == [1, 0, 2, 3, 4]
     assert order_of_updates(jaxpr, [True, False]) == [1, 0, 2, 3, 4]
     assert order_of_updates(jaxpr, [False, True]) is None
+
+
+def test_a_donated_step_may_close_over_an_array():
+    mask = jnp.arange(WIDTH)
+    step = jax.jit(lambda w, m: (m * 2, w * mask), donate_argnums=(0, 1))
+    call = step, jnp.ones(WIDTH), jnp.ones(WIDTH)
+    assert statetx.memory_profile(*call).peak_bytes == statetx.measure(*call).peak_bytes

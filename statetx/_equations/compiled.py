@@ -237,7 +237,7 @@ def in_order(traced: Any) -> Any:
     """
     inputs = jax.tree.leaves(traced.args_info)
     is_donated = [x.donated for x in inputs]
-    order = order_of_updates(traced.jaxpr.jaxpr, is_donated) if any(is_donated) else None
+    order = order_of_updates(traced.jaxpr, is_donated) if any(is_donated) else None
     if order is None or _is_on_mesh(traced.jaxpr):
         return None
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from .._jax import Jaxpr, Literal
+from .._jax import ClosedJaxpr, Jaxpr, Literal
 from .inline import inline
 from .primitives import FUSED, INLINED
 
 
-def order_of_updates(jaxpr: Jaxpr, is_donated: Sequence[bool]) -> list[int] | None:
+def order_of_updates(jaxpr: ClosedJaxpr, is_donated: Sequence[bool]) -> list[int] | None:
     """The outputs by number, so that each update comes in the order of the donated inputs of its type; None if they do.
 
     JAX gives the memory of donated inputs to outputs of their type in order. An output may be computed in the memory of
