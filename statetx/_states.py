@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -22,6 +22,14 @@ from . import _hooks, _jax
 from ._atomic import Store, commit, in_one, locked, new_lock
 from ._errors import StateAccessError, StateValueError, printable
 from ._text import short_tree_type_str
+
+
+class Jitted(NamedTuple):
+    """What a jitted function is made of: the user's function, with its static arguments by position and name."""
+
+    fun: Callable
+    static_argnums: Any
+    static_argnames: Any
 
 
 class Kind(Protocol):
@@ -179,8 +187,8 @@ class Kind(Protocol):
         """The keyword arguments that the class statement of a subclass needs to inherit the options."""
         return {}
 
-    def unjitted(self, fun: Any) -> Callable | None:
-        """The user's function that the library's ``jit`` has made `fun` of; None if it has not."""
+    def jitted(self, fun: Any) -> Jitted | None:
+        """What the library's ``jit`` has made `fun` of; None if it has not."""
         return None
 
     def jax_traced(self, traced: Any) -> Any | None:
@@ -283,9 +291,9 @@ def class_options(cls: type) -> dict[str, Any]:
     return options
 
 
-def unjitted(fun: Any) -> Callable | None:
-    """The user's function that the ``jit`` of a library of states has made `fun` of; None if none has."""
-    functions = (kind.unjitted(fun) for kind in kinds())
+def jitted(fun: Any) -> Jitted | None:
+    """What the ``jit`` of a library of states has made `fun` of; None if none has."""
+    functions = (kind.jitted(fun) for kind in kinds())
     return next((user for user in functions if user is not None), None)
 
 

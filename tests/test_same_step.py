@@ -20,6 +20,7 @@ from flax import nnx
 import statetx
 from statetx._equations.structure import Body
 from statetx._verify import same
+from statetx._verify.functions import plain
 from statetx._verify.values import Recording, first_values
 from statetx.testing import assert_same_step
 
@@ -745,3 +746,22 @@ def test_values_of_long_loops_are_looked_up_not_compared_with_all():
     tracemalloc.stop()
     assert None not in found
     assert peak < 2e6  # all values of the 200 turns beside each other: 100 MB
+
+
+@pytest.mark.parametrize("jit", [jax.jit, statetx.jit, nnx.jit, brainstate.transform.jit])
+def test_a_python_number_is_what_it_is_under_jit(jit):
+    """An array, unless it is static: a power of Python fails at 0, and a traced size would."""
+
+    def step(x, size, count):
+        assert isinstance(size, int) and not isinstance(count, int)
+        loss, grad = jax.value_and_grad(lambda x: jnp.tile(x, size).sum() * count**-0.5)(x)
+        return x - grad, loss, count + 1
+
+    step = jit(step, static_argnums=(1,))
+    args = jnp.ones(2), 3, 0
+    assert_same_step(step, step, *args, steps=1)
+    assert_same_step(plain(step), step, *args, steps=1)
+    with pytest.raises(AssertionError, match="first value that differs: add"):
+        assert_same_step(step, jit(lambda *a: (step(*a)[0] + 1, *step(*a)[1:]), static_argnums=(1,)), jnp.ones(2), 3, 1)
+    statetx.saved_residuals(step, *args)
+    statetx.memory_report(step, *args)

@@ -270,6 +270,11 @@ def is_jitted(fun: Any) -> bool:
     return isinstance(fun, type(jax.jit(lambda: None)))
 
 
+def static_arguments(jitted: Any) -> tuple[Any, Any]:
+    """The positions and the names of the static arguments of a function that `jax.jit` returns."""
+    return jitted._jit_info.static_argnums, jitted._jit_info.static_argnames
+
+
 def in_parent_trace(trace: Any) -> Any:
     """Make the parent of this trace the current trace for a block."""
     # The trace of a shard_map that is not compiled has no parent: it runs in eager code.

@@ -231,7 +231,7 @@ def _builtin(obj: Any) -> Children:
 def _function(fun: types.FunctionType) -> Children:
     if "__wrapped__" in fun.__dict__:  # first, since paths in it are the user's
         yield "", fun.__dict__["__wrapped__"]
-        if _states.unjitted(fun) is not None:  # the rest is its cache, which holds the states of earlier calls
+        if _states.jitted(fun) is not None:  # the rest is its cache, which holds the states of earlier calls
             return
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
         # These variables hold the bound object or the wrapped function: the path is ``w``, not ``self.w``.

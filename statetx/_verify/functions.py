@@ -12,20 +12,23 @@ import numpy as np
 from .. import _states
 from .._lift.wrapper import name_of, short_name
 from .._remat.override import override
+from .._states import Jitted
 from .._tree import is_array_or_type, is_float, is_key, is_opaque, partition
-from ..residuals._trace import unjitted
+from ..residuals._trace import jitted
 from ..transforms.functionalize import Functionalize
+from ..transforms.jit.api import jit
 
 
 def plain(fun: Callable) -> Callable:
     """The function without rematerialization, plans and checkpoints of loops."""
+    user = jitted(fun) or Jitted(fun, (), ())
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         with override.nothing_checkpointed():
-            return unjitted(fun)(*args, **kwargs)
+            return user.fun(*args, **kwargs)
 
     plain.__name__ = plain.__qualname__ = f"{short_name(name_of(fun))} without rematerialization"
-    return plain
+    return jit(plain, static_argnums=user.static_argnums, static_argnames=user.static_argnames)
 
 
 def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from .._objects.paths import Paths
 from .._objects.walk import created_undone
 from .._targets import current
 from .._tree import has_deleted, is_array
-from ..residuals._trace import TracedCall, unjitted
+from ..residuals._trace import TracedCall, jitted
 from ..transforms.jit.api import jit
 from .rounding import as_double, largest_unit, nudged
 
@@ -30,7 +30,7 @@ class Side:
         self.fun, self.args, self.kwargs, self._reference = fun, args, kwargs, reference
         self.name = short_name(name_of(fun))
         self._check()
-        self._may_donate = unjitted(fun) is not fun or hasattr(fun, "lower")
+        self._may_donate = jitted(fun) is not None or hasattr(fun, "lower")
         self._call = fun if self._may_donate else jit(fun)
         self._programs: dict[Any, Any] = {}
         self._created: dict[str, str] = {}  # the names of states that its calls create, by their paths from it
@@ -62,7 +62,7 @@ class Side:
 
     def trace(self) -> None:
         """Stage the function for the present values of its states."""
-        self.traced = TracedCall("assert_same_step", unjitted(self.fun), self.args, self.kwargs)
+        self.traced = TracedCall("assert_same_step", self._call, self.args, self.kwargs, unjits=True)
 
     def states(self) -> dict[int, tuple[str, Any]]:
         """The states from before the call that it touches, by id, with their paths."""
@@ -139,7 +139,7 @@ class Side:
 
     def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
         """The equations with their inputs; traced again for float64, under ``jax.enable_x64``."""
-        arrays = [i.array for i in self.traced.inputs]
+        arrays = [_jax.as_array(i.array) for i in self.traced.inputs]
         return self.traced.retrace([as_double(x) for x in arrays]) if is_double else (self.traced, arrays)
 
     def named(self, traced: TracedCall, outs: Sequence[Any], states: Mapping[str, Any]) -> dict[str, Any]:

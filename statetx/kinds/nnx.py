@@ -41,6 +41,7 @@ from .._frames import Frame
 from .._frames.foreign import Held, restoring
 from .._objects.contents import children
 from .._objects.walk import num_inspections
+from .._states import Jitted
 from .native import Invalidated
 
 _local = _frames._local
@@ -320,8 +321,10 @@ class _Nnx(_frames.WatchedKind):
     def set_owner(self, state: nnx.Variable, frame: Any) -> Store:
         return (_owner.pop, id(state), None) if frame is None else (operator.setitem, _owner, id(state), frame)
 
-    def unjitted(self, fun: Any) -> Callable | None:
-        return getattr(fun, "__wrapped__", None) if isinstance(fun, type(nnx.jit(lambda: None))) else None
+    def jitted(self, fun: Any) -> Jitted | None:
+        if not isinstance(fun, type(nnx.jit(lambda: None))):
+            return None
+        return Jitted(fun.__wrapped__, *_jax.static_arguments(fun.jitted_fn))
 
     def jax_traced(self, traced: Any) -> Any | None:
         inner = getattr(traced, "traced", None)

@@ -344,7 +344,7 @@ def _trace(
     check_callable("memory_profile", fun)
     # A program that another library's jit has staged has no names of states: "state_vals[3]". Only there arrays that
     # are no states are inputs.
-    is_named = _states.unjitted(fun) is not None and not _states.holds_other_arrays(args)
+    is_named = _states.jitted(fun) is not None and not _states.holds_other_arrays(args)
     is_jitted = hasattr(fun, "lower") and hasattr(fun, "trace") and not is_named
     call = None
     if gradient is not False or not is_jitted:

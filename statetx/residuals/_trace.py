@@ -24,17 +24,20 @@ from .._lift.options import notes_shapes
 from .._lift.order import OutputOrder
 from .._lift.outcome import partition_output
 from .._lift.run import frame_for
+from .._lift.signature import StaticArguments
 from .._lift.stage import InputNames, Lifting, stage
 from .._lift.wrapper import name_of, short_name
 from .._objects.paths import Paths, argument_names
 from .._objects.walk import created_undone
 from .._remat.override import override, rewritten_by
 from .._remat.rewriter import MARKER, Observer, is_step_by_marks, marks_in
+from .._states import Jitted
 from .._targets import current
 from .._tree import (
     Partition,
     as_array,
     flatten,
+    is_argument,
     is_array,
     is_array_or_number,
     is_array_or_type,
@@ -100,6 +103,8 @@ class TracedCall:
         has_passes: whether `passes` will be asked for.
         traces_numbers: whether a Python number is traced if it is differentiated, as `grad` would. Others may decide
             branches of the function, or be shapes.
+        unjits: whether the user's function of a jitted one is traced, with the arguments that it has under jit: a
+            trace within would hide which values are states and arguments.
         types: the inputs, with arrays of other types.
 
     Attributes:
@@ -126,9 +131,13 @@ class TracedCall:
         has_aux: bool = False,
         has_passes: bool = False,
         traces_numbers: bool = False,
+        unjits: bool = False,
         types: Sequence[TracedInput] | None = None,
     ):
-        self._call, self.name = (name, fun, args, kwargs), name_of(fun)
+        self._call, self._unjits = (name, fun, args, kwargs), unjits
+        user = jitted(fun) if unjits else None
+        fun = fun if user is None else user.fun
+        self.name = name_of(fun)
         # Without a choice every float counts. With `wrt` alone, as in `grad`, no argument does.
         self._all_inputs = argnums is None and wrt is None
         nums, _ = resolve_argnums(argnums, len(args), fun)
@@ -138,8 +147,11 @@ class TracedCall:
         leaves_with_path, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_states.is_opaque)
         is_differentiated = lambda keys: self._all_inputs or (keys[0].idx == 0 and keys[1].idx in nums)
 
+        is_traced = _is_traced_by(user, args)
         is_dynamic = lambda keys, x: (
-            is_array_or_type(x) or (traces_numbers and is_differentiated(keys) and isinstance(x, (float, complex)))
+            is_array_or_type(x)
+            or (traces_numbers and is_differentiated(keys) and isinstance(x, (float, complex)))
+            or (is_argument(x) and is_traced(keys))
         )
         mask = tuple(is_dynamic(keys, x) for keys, x in leaves_with_path)
         static = tuple(x for (_, x), m in zip(leaves_with_path, mask, strict=True) if not m)
@@ -239,7 +251,7 @@ class TracedCall:
         """The call traced again, for arrays of any types, with the arrays in the order of its inputs."""
         by_state = {(id(i.state), i.index): x for i, x in zip(self.inputs, arrays, strict=True)}
         inputs = [i._replace(array=x) for i, x in zip(self.inputs, arrays, strict=True)]
-        traced = TracedCall(*self._call, types=inputs)
+        traced = TracedCall(*self._call, unjits=self._unjits, types=inputs)
         # A state that was not read before has its own value.
         return traced, [by_state.get((id(i.state), i.index), i.array) for i in traced.inputs]
 
@@ -275,11 +287,22 @@ def _observed_by(observer: Observer) -> Iterator[None]:
             yield
 
 
-def unjitted(fun: Callable) -> Callable:
-    """The user's function of a jitted one. A trace within would hide which values are states and arguments."""
-    if isinstance(fun, Jit) or _jax.is_jitted(fun):
-        return fun.__wrapped__
-    return _states.unjitted(fun) or fun
+def jitted(fun: Callable) -> Jitted | None:
+    """What a jitted function is made of; None for another function."""
+    if isinstance(fun, Jit):
+        return Jitted(fun.__wrapped__, fun.static_argnums, fun.static_argnames)
+    if _jax.is_jitted(fun):
+        return Jitted(fun.__wrapped__, *_jax.static_arguments(fun))
+    return _states.jitted(fun)
+
+
+def _is_traced_by(user: Jitted | None, args: tuple) -> Callable[[tuple[Any, ...]], bool]:
+    """``(keys in (args, kwargs)) -> bool``: whether jit traces this argument, also where it is a Python number."""
+    if user is None:
+        return lambda keys: False
+    static = StaticArguments(*user)
+    mask = static.mask(len(args))
+    return lambda keys: not (mask[keys[1].idx] if keys[0].idx == 0 else keys[1].key in static.names)
 
 
 def _traced_write(effect: Effect, paths: Paths, num: int) -> TracedWrite:

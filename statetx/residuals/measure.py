@@ -21,7 +21,7 @@ from .._text import format_bytes, format_flops, format_seconds
 from .._tree import is_float
 from .._typing import Policy
 from ..transforms.remat import remat
-from ._trace import TracedCall, inspects, unjitted
+from ._trace import TracedCall, inspects, jitted
 from .diagnosis import BASELINE, Diagnosis, Measured, diagnose, not_wrapped
 from .saved import residuals_of
 from .table import Residuals, in_fewer_bits, see_profile
@@ -410,11 +410,11 @@ def _traced_row(
     call = TracedCall("memory_report", fun, args, kwargs, has_passes=True)
     is_step = call.is_step if gradient is None else not gradient
     program = ArrayProgram(call, not is_step)
-    if unjitted(fun) is not fun:
+    if jitted(fun) is not None:
         # The program donates the jitted function's donated arguments; origins are known without it. Regions are listed
         # once.
         with override(override.policy, is_off=override.is_off, suppress_warnings=True):
-            call = TracedCall("memory_report", unjitted(fun), args, kwargs, has_passes=True)
+            call = TracedCall("memory_report", fun, args, kwargs, has_passes=True, unjits=True)
     residuals = residuals_of(call, may_be_step=not gradient)
     return _TracedRow(
         residuals, program.for_types(program.arrays, compiler_options, estimates=True), program.arrays, is_step

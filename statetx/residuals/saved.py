@@ -14,7 +14,7 @@ from .._tree import num_bytes
 from .._typing import Filter, PyTree
 from ._origin import NOT_REMATERIALIZED, UNKNOWN_REGION, Provenance, ProvenanceFinder, buffers, readers
 from ._passes import InputOrigin, Passes
-from ._trace import TracedCall, inspects, unjitted, user_line
+from ._trace import TracedCall, inspects, user_line
 from .table import Residual, Residuals, lines
 
 
@@ -86,8 +86,7 @@ def traced_to_differentiate(
 ) -> TracedCall:
     """A call whose inputs are differentiated; options as of `saved_residuals`."""
     may_be_step = options.get("argnums") is None and options.get("wrt") is None
-    fun = unjitted(fun) if may_be_step else fun
-    return TracedCall(name, fun, args, kwargs, **options, has_passes=True, traces_numbers=True)
+    return TracedCall(name, fun, args, kwargs, **options, has_passes=True, traces_numbers=True, unjits=may_be_step)
 
 
 def residuals_of(call: TracedCall, *, may_be_step: bool = True) -> Residuals:

@@ -6,7 +6,7 @@ import collections
 import itertools
 import operator
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import brainstate
@@ -18,6 +18,7 @@ from brainstate.util import StateJaxTracer
 
 from ... import _frames, _jax, _states
 from ..._atomic import Store
+from ..._states import Jitted
 from ..._tree import Identity, freeze
 from ..native import Invalidated
 from .bridge import Bridge
@@ -135,11 +136,13 @@ class _Brainstate(_frames.WatchedKind):
     def set_owner(self, state: brainstate.State, frame: Any) -> Store:
         return (owners.pop, id(state), None) if frame is None else (operator.setitem, owners, id(state), frame)
 
-    def unjitted(self, fun: Any) -> Callable | None:
+    def jitted(self, fun: Any) -> Jitted | None:
         # `functools.wraps` copies these attributes to a wrapper of a jitted function, whose own `__wrapped__` is the
         # latter.
         user = getattr(fun, "origin_fun", None)
-        return user if user is not None and user is getattr(fun, "__wrapped__", None) else None
+        if user is None or user is not getattr(fun, "__wrapped__", None):
+            return None
+        return Jitted(user, fun.stateful_fun.static_argnums, fun.stateful_fun.static_argnames)
 
     def is_random(self, state: brainstate.State) -> bool:
         return isinstance(state, brainstate.random.RandomState)

@@ -174,6 +174,7 @@ class Jit(Wrapper[P, R], made_by=jit):
         self.cache = cache_of(fun, options)
         reader = CallReader(fun, options, self.cache.opening, self.cache.of)
         self.read, self._read_to_run = reader.read, reader.read_to_run
+        self.static_argnums, self.static_argnames = options["static_argnums"], options["static_argnames"]
         self.donate_states = options["donate_states"]
         self.donates = as_predicate([self.donate_states, *reader.donated.filters_of_states()])
         self.release_gradients = options["release_gradients"]
