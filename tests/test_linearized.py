@@ -125,6 +125,19 @@ def test_derivative_equals_that_of_the_plain_loop(mode, rule):
         np.testing.assert_allclose(value, wanted, rtol=2e-4, atol=2e-4, err_msg=name)
 
 
+def test_mapped_loop_whose_carry_is_reset_to_one_value():
+    """The loop itself then has a last carry that all examples share; its linearization has one for each."""
+    step = lambda w: lambda c, x: (0.3, sine_jvp(w * c + x))
+
+    def of(**options):
+        scan = statetx.scan if options else jax.lax.scan
+        loop = lambda w: jnp.hstack(scan(step(w), w, jnp.arange(3.0), **options))
+        first = lambda w: jax.jvp(loop, (w,), (w,))[1]
+        return jax.vmap(lambda w: jax.jvp(first, (w,), (1.0,))[1])(jnp.array([0.5, 0.8]))
+
+    np.testing.assert_allclose(of(checkpoint=statetx.Truncated(2)), of(), rtol=1e-5)
+
+
 def stopped(sine, z, every=3):
     """The plain loop, whose carry keeps its value and loses its derivative after so many steps."""
 

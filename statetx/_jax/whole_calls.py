@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
@@ -97,10 +98,15 @@ def _settled_jvp(
 def _settled_batch(
     axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, linearized: ClosedJaxpr
 ) -> tuple[list[Any], list[Any]]:
-    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
-    mapped_linearized, linearized_dims = _batching.batch_jaxpr2(linearized, axis, tuple(dims))
-    assert list(out_dims) == list(linearized_dims), "the two calls have the same dependencies"
-    return _settled_p.bind(*args, call_jaxpr=mapped, linearized=mapped_linearized), list(out_dims)
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    is_mapped = [d is not None for d in dims]
+    batch = lambda jaxpr, instantiate: _batching.batch_jaxpr(jaxpr, axis, is_mapped, instantiate)
+    # A result that all examples share in one of the calls may be one for each example in the other.
+    flags = [batch(jaxpr, [False] * len(jaxpr.out_avals))[1] for jaxpr in (call_jaxpr, linearized)]
+    out_is_mapped = list(map(any, zip(*flags, strict=True)))
+    mapped, mapped_linearized = (batch(jaxpr, out_is_mapped)[0] for jaxpr in (call_jaxpr, linearized))
+    outs = _settled_p.bind(*args, call_jaxpr=mapped, linearized=mapped_linearized)
+    return outs, [0 if flag else None for flag in out_is_mapped]
 
 
 def _settled_partial_eval(trace: Any, *tracers: Any, call_jaxpr: ClosedJaxpr, linearized: ClosedJaxpr) -> Any:
