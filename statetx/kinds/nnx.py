@@ -324,7 +324,7 @@ class _Nnx(_frames.WatchedKind):
     def jitted(self, fun: Any) -> Jitted | None:
         if not isinstance(fun, type(nnx.jit(lambda: None))):
             return None
-        return Jitted(fun.__wrapped__, *_jax.static_arguments(fun.jitted_fn))
+        return Jitted(fun.fun, *_jax.static_arguments(fun.jitted_fn))
 
     def jax_traced(self, traced: Any) -> Any | None:
         inner = getattr(traced, "traced", None)
