@@ -1,9 +1,11 @@
-"""Two models whose memory others published, in words of our own: blocks checkpointed at intervals, and a long sequence.
+"""Models whose memory others published, in words of our own: blocks checkpointed at intervals, budgets, a long sequence.
 
 Compared
     The video transformer of huggingface/diffusers#10611 (LTX-Video's: 28 blocks of width 2,048 in bfloat16, 4,224 tokens of 81 frames of 512 x 768), with
     no block, each block, every second and every fourth one rematerialized, and plans for the memory that the thread tells for these. Attention
     computes its scores again, for 528 queries at a time, where theirs is a fused kernel.
+    The Llama-like model of pytorch/pytorch#197838 (32 layers of width 256, 2 x 1,024 tokens, float32), and plans for the memory beside the weights that
+    PyTorch takes for seven of its budgets. The thread does not tell the width within a layer: 1,024 has its bytes.
     A Mamba of four layers through 10,000 tokens, as in alxndrTL/mamba.py#80, in segments of 100 tokens: all stored, and with checkpoints.
 
 Measured
@@ -14,6 +16,7 @@ Measured
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import operator
 from collections.abc import Callable, Iterator
@@ -56,16 +59,19 @@ def planned(name: str, fun: Callable, *args: Any, budget: float) -> Row:
     return {**cost_of(name, plan.apply(fun), *args), "budget": int(budget)}
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, num: int) -> jax.Array:
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, num: int, *, causal: bool = False) -> jax.Array:
     """Of arrays [batch, time, heads, width], for `num` queries at a time, whose scores are computed again."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def some(q: jax.Array) -> jax.Array:
+    def some(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, places = part
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(F32) / q.shape[-1] ** 0.5
+        if causal:
+            scores = jnp.where(jnp.arange(k.shape[1]) <= places[:, None], scores, -jnp.inf)
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)
 
     parts = q.reshape(q.shape[0], -1, num, *q.shape[2:]).swapaxes(0, 1)
-    out = jax.lax.map(some, parts)
+    out = jax.lax.map(some, (parts, jnp.arange(q.shape[1]).reshape(-1, num)))
     return out.swapaxes(0, 1).reshape(q.shape)
 
 
@@ -140,6 +146,41 @@ def video(*, is_quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
             yield f"a plan for {size} GB", make
 
 
+# -- seven budgets ---------------------------------------------------------------------------------------------------
+
+# MB beside the weights, at 0.15, 0.2, 0.25, 0.3, 0.35, 0.1 and 0.05 of the activations.
+PUBLISHED_LLAMA = (274.8, 325.2, 359.4, 411.1, 456.6, 508.2, 1145.4)
+
+
+def llama(*, is_quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    layers, width, heads, tokens = (2, 16, 2, 16) if is_quick else (32, 256, 8, 1024)
+
+    def block(w: Any, x: jax.Array) -> jax.Array:
+        y = rms_norm(x, w["norm"])
+        q, k, v = ((y @ w[name]).reshape(*x.shape[:2], heads, -1) for name in "qkv")
+        out = attention(rotated(q), rotated(k), v, tokens // 8, causal=True)
+        x = x + out.reshape(x.shape) @ w["out"]
+        y = rms_norm(x, w["norm 2"])
+        return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+
+    def loss(is_remat: bool, params: Any, x: jax.Array) -> jax.Array:
+        run = jax.checkpoint(block, prevent_cse=False) if is_remat else block
+        x, _ = jax.lax.scan(lambda x, w: (run(w, x), None), x, params)
+        return jnp.mean(jnp.square(x))
+
+    types = {name: typed(width, width) for name in ("q", "k", "v", "out")} | dict.fromkeys(("norm", "norm 2"), typed(width))
+    types |= {"gate": typed(width, 4 * width), "up": typed(width, 4 * width), "down": typed(4 * width, width)}
+    args = stacked(layers, types), typed(2, tokens, width)
+    plain = functools.partial(loss, False)
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
+    without = lambda row: row | {"bytes": row["bytes"] - weights}
+    for way, is_remat in {"none": False, "each block": True}.items():
+        yield way, lambda way=way, is_remat=is_remat: without(cost_of(way, functools.partial(loss, is_remat), *args))
+    for size in PUBLISHED_LLAMA:
+        way, budget = f"a plan for {size} MB", 0.9 if is_quick else weights + size * 1e6
+        yield way, lambda way=way, budget=budget: without(planned(way, plain, *args, budget=budget))
+
+
 # -- a long sequence -------------------------------------------------------------------------------------------------
 
 
@@ -194,23 +235,32 @@ def mamba(*, is_quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
         yield way, lambda way=way, n=length, c=checkpoint: cost_of(way, functools.partial(loss, n, c), *args)
 
 
-UNSHOWN = ("a plan for 22.19 GB", "segments of 100, all stored")  # as the next plan; more than the whole
+UNSHOWN = "segments of 100, all stored"  # more than the whole
 COLUMNS = ["gradient, for an H100", "memory", "operations", "told by others"]
 
 
 def table(results: dict[str, Any]) -> Table:
-    names = {"video": "LTX-Video's transformer, remat on", "mamba": "Mamba, 10,000 tokens,"}
-    told = {way: f"{size} GB" for way, size in PUBLISHED_VIDEO.items()} | {"segments of 100, `Slots(10)`": "83% less"}
+    names = {
+        "video": "LTX-Video's transformer, remat on",
+        "llama": "Llama-like, beside the weights, remat on",
+        "mamba": "Mamba, 10,000 tokens,",
+    }
+    told = {("video", way): f"{size} GB" for way, size in PUBLISHED_VIDEO.items()}
+    told |= {("mamba", "segments of 100, `Slots(10)`"): "83% less"}
     rows = []
     for name, found in results.items():
-        for n, row in enumerate(row for row in found if row["way"] not in UNSHOWN):
-            way = row["way"] if n else f"{names[name]} {row['way']}"
-            more = f"{100 * (row['flops'] / found[0]['flops'] - 1):+.1f}%" if n else ""
-            rows.append([way, f"{row['bytes'] / GB:.2f} GB", more, told.get(row["way"], "")])
+        shown = (row for row in found if row["way"] != UNSHOWN)
+        for n, (key, group) in enumerate(itertools.groupby(shown, lambda row: (row["bytes"], "budget" in row))):
+            size, same = key[0], list(group)  # the same plan for several budgets
+            ways = [row["way"] for row in same]
+            way = ", ".join([ways[0], *(w.removeprefix("a plan for ") for w in ways[1:])])
+            more = f"{100 * (same[0]['flops'] / found[0]['flops'] - 1):+.1f}%" if n else ""
+            shown_size = f"{size / GB:.2f} GB" if size >= GB else f"{size / GB * 1000:.0f} MB"
+            rows.append([way if n else f"{names[name]} {way}", shown_size, more, told.get((name, ways[0]), "")])
     return COLUMNS, rows
 
 
-PROGRAMS = {"video": video, "mamba": mamba}
+PROGRAMS = {"video": video, "llama": llama, "mamba": mamba}
 
 
 def main() -> None:
