@@ -172,6 +172,24 @@ def test_auto_follows_the_lowering_platform():
     assert "stablehlo.case" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_of_regions_begin_late_on_gpus(unroll, reverse):
+    """XLA for GPUs makes arrays of constants when a program starts: those that a recomputed loop fills wait for it."""
+
+    def layer(w, xs):
+        step = lambda h, x: (jnp.tanh(h @ w + x),) * 2
+        return jax.lax.scan(step, xs[0], xs, reverse=reverse, unroll=unroll)[1]
+
+    def num_barriers(platform, **options):
+        wrapped = statetx.remat(layer, **options)
+        traced = jax.jit(jax.grad(lambda args: wrapped(*args).sum())).trace((jnp.eye(3), jnp.ones((4, 2, 3))))
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.optimization_barrier")
+
+    assert num_barriers("cuda") == num_barriers("rocm") == 1 + 2  # of the region; of its loop and the loop's derivative
+    assert num_barriers("cuda", fence="barrier") == num_barriers("tpu") == 1
+
+
 @pytest.mark.parametrize(
     "dims", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "OIHW", "NCHW")], ids=str
 )

@@ -9,6 +9,7 @@ forwards unread (decision 14 has the form of the branch).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from .. import _jax
 from .._jax import Jaxpr
 from .._tree import has_known_sizes
+
+_GPUS = {"cuda", "rocm"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,9 @@ def _lower(
     # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
     # its inputs, goes into the branch.
     if not (differentiated and is_fenced and _is_plain(ctx)):
-        return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+        is_late = differentiated and isinstance(policy, Fenced) and _GPUS.issuperset(_jax.platforms(ctx))
+        with _jax.loops_begin_late() if is_late else contextlib.nullcontext():
+            return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
         jaxpr = in_canonical_order(jaxpr)
     return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
