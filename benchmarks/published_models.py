@@ -168,7 +168,9 @@ def llama(*, is_quick: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
         x, _ = jax.lax.scan(lambda x, w: (run(w, x), None), x, params)
         return jnp.mean(jnp.square(x))
 
-    types = {name: typed(width, width) for name in ("q", "k", "v", "out")} | dict.fromkeys(("norm", "norm 2"), typed(width))
+    types = {name: typed(width, width) for name in ("q", "k", "v", "out")} | dict.fromkeys(
+        ("norm", "norm 2"), typed(width)
+    )
     types |= {"gate": typed(width, 4 * width), "up": typed(width, 4 * width), "down": typed(4 * width, width)}
     args = stacked(layers, types), typed(2, tokens, width)
     plain = functools.partial(loss, False)
@@ -253,7 +255,7 @@ def table(results: dict[str, Any]) -> Table:
         for n, (key, group) in enumerate(itertools.groupby(shown, lambda row: (row["bytes"], "budget" in row))):
             size, same = key[0], list(group)  # the same plan for several budgets
             ways = [row["way"] for row in same]
-            way = ", ".join([ways[0], *(w.removeprefix("a plan for ") for w in ways[1:])])
+            way = " to ".join([ways[0], ways[-1].removeprefix("a plan for ")]) if ways[1:] else ways[0]
             more = f"{100 * (same[0]['flops'] / found[0]['flops'] - 1):+.1f}%" if n else ""
             shown_size = f"{size / GB:.2f} GB" if size >= GB else f"{size / GB * 1000:.0f} MB"
             rows.append([way if n else f"{names[name]} {way}", shown_size, more, told.get((name, ways[0]), "")])

@@ -211,14 +211,20 @@ def summary_memory() -> str:
     return wide(columns, rows)
 
 
+def without_repeats(rows: list[list[str]]) -> list[list[str]]:
+    """Rows that name their program in the first one of it alone."""
+    programs = ["", *(row[0] for row in rows)]
+    return [[row[0] if row[0] != previous else "", *row[1:]] for row, previous in zip(rows, programs, strict=False)]
+
+
 def summary_loops() -> str:
     loops = load("loops")
     rows = []
     for title, name in (("GRU, 4,096 steps", "gru"), ("LIF, 4,096 steps", "lif"), ("256 layers", "stack")):
         for who, r in loops[name]["results"].items():
             if "Slots" in who or who.startswith(("plain", "equinox", "jax.checkpoint", "brainstate", "flax")):
-                rows.append([f"{title}: {who}", mib(r["bytes"]), f"{median(r):.2f}"])
-    return wide(("program and implementation", "temporary memory", "CPU time of plain"), rows)
+                rows.append([title, who, mib(r["bytes"]), f"{median(r):.2f}"])
+    return wide(("program", "implementation", "temporary memory", "CPU time of plain"), without_repeats(rows))
 
 
 def summary_plans() -> str:
@@ -232,9 +238,8 @@ def summary_microbatches() -> str:
         of_microbatches.COLUMNS.index(name) for name in ("program", "implementation", "of full batch", "CPU of by hand")
     ]
     pick = lambda row: [row[i] for i in chosen]
-    return wide(
-        pick(of_microbatches.COLUMNS), [pick(row) for row in of_microbatches.rows(load("microbatch")["results"])]
-    )
+    rows = [pick(row) for row in of_microbatches.rows(load("microbatch")["results"])]
+    return wide(pick(of_microbatches.COLUMNS), without_repeats(rows))
 
 
 def met_budgets() -> str:
