@@ -132,7 +132,7 @@ def _is_divided(placement: Any, call: Any, spec: Spec) -> bool:
         return placement == ANYWHERE
     sizes, axes = call.params["mesh"].shape, call.params["newly_manual_axes"]
     has_axes = all(placement.mesh.shape.get(axis) == sizes[axis] for axis in axes)
-    return has_axes and not placement.spec.unreduced and _normalized(placement.spec, axes, sizes) == spec
+    return has_axes and _normalized(placement.spec, axes, sizes) == spec
 
 
 def _normalized(spec: Any, axes: Collection[str], sizes: Mapping[str, int]) -> Spec:
