@@ -101,7 +101,7 @@ def _simplified(x: Any) -> Any:
     jaxpr = _jax.open_jaxpr(x)[0]
     # The results of a jaxpr keep their types.
     is_output: Callable[[Var], bool] = lambda v: any(out is v for out in jaxpr.outvars)
-    is_left_out: Callable[[Eqn], bool] = lambda eqn: _converts_weak_type(eqn) and not is_output(eqn.outvars[0])
+    is_left_out: Callable[[Eqn], bool] = lambda eqn: _converts_weak_type_alone(eqn) and not is_output(eqn.outvars[0])
     new: list[Eqn] = []
     for eqn in without(jaxpr.eqns, is_left_out)[0]:
         loop = _jax.loop_of(eqn)
@@ -113,13 +113,12 @@ def _simplified(x: Any) -> Any:
     return x if is_same else _jax.with_equations(x, new)
 
 
-def _converts_weak_type(eqn: Eqn) -> bool:
-    """Whether an equation changes nothing but a weak type, to the strong one of the same dtype."""
+def _converts_weak_type_alone(eqn: Eqn) -> bool:
+    """Whether an equation is the identity, but for a weak type."""
     if eqn.primitive.name != "convert_element_type" or not isinstance(eqn.invars[0], Var):
         return False
     old_type, new_type = _jax.shaped(eqn.invars[0].aval), _jax.shaped(eqn.outvars[0].aval)
-    is_same = (old_type.shape, old_type.dtype, old_type.sharding) == (new_type.shape, new_type.dtype, new_type.sharding)
-    return is_same and old_type.weak_type and not new_type.weak_type
+    return (old_type.shape, old_type.dtype, old_type.sharding) == (new_type.shape, new_type.dtype, new_type.sharding)
 
 
 class Flat:

@@ -23,16 +23,14 @@ def between_fusions(jaxpr: Jaxpr) -> set[Var] | None:
     """
     if not any(row_of(eqn).reads_fused for eqn in jaxpr.eqns):
         return None
-    rows = _reductions_of_rows(jaxpr)
-    is_fused: Callable[[Eqn], bool] = lambda eqn: row_of(eqn).fuses or not rows.isdisjoint(eqn.outvars)
+    follows = _reductions_of_rows(jaxpr)  # and later the values that follow one of these in its kernel
+    is_fused: Callable[[Eqn], bool] = lambda eqn: row_of(eqn).fuses or not follows.isdisjoint(eqn.outvars)
     values = {v for eqn in jaxpr.eqns if not is_fused(eqn) for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         if not (row_of(eqn).fuses or row_of(eqn).reads_fused):
             values.update(variables_of(eqn))
 
-    # The values in memory that each is computed from, and whether it follows a reduction in its kernel.
-    sources: dict[Var, set[Var]] = {}
-    follows: set[Var] = set(rows)
+    sources: dict[Var, set[Var]] = {}  # the values in memory that each is computed from
     worth = set(values)
     for eqn in jaxpr.eqns:
         operands = variables_of(eqn)
