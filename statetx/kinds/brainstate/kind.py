@@ -77,7 +77,7 @@ class _Brainstate(_frames.WatchedKind):
         value = self.get(state)  # as in `observe`
         if type(value) is Invalidated:
             raise _states.invalidated_state_error(state, self.site_of(state), value.reason)
-        return read_checked(state) if owners else value
+        return read_checked(state)
 
     def write(self, state: brainstate.State, value: Any) -> None:
         state.value = value
