@@ -116,14 +116,12 @@ def _apply(
     for address, rule in survey.rules.items():
         # Judged by the rule for all operands, since nobody knows yet which JAX will ask for. A rule that branches on
         # zero tangents may compute other values: these are recomputed.
-        if decide(policy, rule.survey.sites, is_ordered=False):
-            ordered = is_ordered and len(address) == 1
-            labels[(*address, mark.RULE)] = functools.partial(_labels_of_rule, policy, rule, ordered)
+        if decide(policy, rule.survey.sites):
+            labels[(*address, mark.RULE)] = functools.partial(_labels_of_rule, policy, rule, is_ordered)
     if any(isinstance(atom, Masks) for atom in policy.atoms()):
         for site in survey.sites:
             if _has_masks(site.eqn):
-                ordered = is_ordered and len(site.address) == 2
-                labels[(*site.address[:-1], mark.RULE)] = functools.partial(_labels_of_masks, policy, ordered)
+                labels[(*site.address[:-1], mark.RULE)] = functools.partial(_labels_of_masks, policy)
     return _marked(jaxpr, labels, survey)
 
 
@@ -159,11 +157,11 @@ def _labels_of_rule(policy: Policy, rule: SurveyedRule, is_ordered: bool, jaxpr:
     return {address[start:]: label for address, label in labels.items()}
 
 
-def _labels_of_masks(policy: Policy, is_ordered: bool, jaxpr: Jaxpr) -> Labels:
+def _labels_of_masks(policy: Policy, jaxpr: Jaxpr) -> Labels:
     """A policy's decision about the booleans that an operation's own derivative computes, such as where a
     maximum is.
     """
-    return decide(policy, _masks(jaxpr), is_ordered=is_ordered)
+    return decide(policy, _masks(jaxpr))
 
 
 def _masks(jaxpr: Jaxpr) -> list[Site]:
@@ -192,7 +190,7 @@ def _has_masks(eqn: Any) -> bool:
     return _masked[eqn.primitive] and any(is_float(v.aval) for v in eqn.invars)
 
 
-def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool) -> dict[Address, mark.Label]:
+def decide(policy: Policy, sites: Sequence[Site], *, is_ordered: bool = False) -> dict[Address, mark.Label]:
     """The labels of the values that a policy saves or offloads."""
     verdicts = [(site, policy.judge(site.value)) for site in sites]
     spaces = current.memory_kinds() if any(v.decision is Action.OFFLOAD for _, v in verdicts) else ()

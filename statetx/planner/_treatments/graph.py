@@ -208,7 +208,7 @@ class Graph:
         """The region under a policy."""
         # A result of a rule is judged by the equation that computes it there, as by the policy itself.
         sites = self.sites | self._results_of_rules
-        return self.option(dict.fromkeys(decide.decide(policy, list(sites.values()), is_ordered=False), KEEP))
+        return self.option(dict.fromkeys(decide.decide(policy, list(sites.values())), KEEP))
 
     def num_bytes(self, address: Address, way: Way = KEEP) -> int:
         """Bytes of a saved value between the passes. An output is in memory for other regions, unless it is in fewer
