@@ -197,10 +197,14 @@ def test_a_flipped_attribute_is_seen_by_the_next_call(kind):
     np.testing.assert_array_equal(gradient(x), jnp.ones_like(x))
 
 
-def test_wrapped_functions_have_their_own_attributes():
-    def f(x):
-        return x
+class Counting(type):
+    def __call__(cls, *args):
+        return super().__call__(*args)
 
+
+@pytest.mark.parametrize("make", [lambda f: f, jax.custom_jvp, lambda f: Counting("Made", (), {})])
+def test_wrapped_functions_have_their_own_attributes(make):
+    f = make(lambda x: x)
     f.note = 1
     g = statetx.jit(f)
     assert g.note == 1
@@ -214,6 +218,16 @@ def test_properties_and_other_methods_are_forwarded():
     wrapped = statetx.remat(block)
     wrapped.weight = jnp.asarray(3.0)
     assert block.w is wrapped.w and float(block.weight) == 3.0
+
+
+class Gain(brainstate.ParamState):
+    def __call__(self, x):
+        return self.value * x
+
+
+def test_a_state_that_can_be_called_has_no_twin():
+    gain = Gain(2.0)
+    assert statetx.grad(statetx.remat(gain), wrt=gain)(3.0) == 3.0
 
 
 # -- twins -----------------------------------------------------------------------------------------------------

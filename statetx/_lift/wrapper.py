@@ -244,10 +244,10 @@ def subclass_for(cls: type, use: Hashable, make: Callable[[], type]) -> type:
 
 def is_object(fun: Any) -> bool:
     """Whether a callable is an object with attributes rather than any form of function."""
-    if not callable(fun) or isinstance(fun, (type, functools.partial)):
+    if not callable(fun) or isinstance(fun, type):
         return False
-    if isinstance(type(fun).__call__, (types.WrapperDescriptorType, types.MethodDescriptorType)):
-        return False  # a function of Python or of an extension
+    if isinstance(type(fun).__call__, types.WrapperDescriptorType):
+        return False  # a function of Python or of an extension, or a partial
     return "__wrapped__" not in getattr(fun, "__dict__", ()) and _states.kind_of(fun) is None
 
 
