@@ -698,6 +698,8 @@ def test_models_that_jax_would_map_by_default_need_a_rule():
     drop = nnx.Dropout(0.5)
     draws = statetx.vmap(lambda x, rngs: drop(x, rngs=rngs))(jnp.ones((4, 9)), nnx.Rngs(1))
     assert len({tuple(row) for row in draws.tolist()}) == 4, "a key for each example"
+    block = nnx.Sequential(nnx.Linear(9, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    assert statetx.vmap(lambda block, x: block(x))(block, jnp.ones((4, 9))).shape == (4, 2)
 
 
 def _doubled(tree):

@@ -116,9 +116,17 @@ def test_two_states_never_share_a_path():
     assert len(found) == 2 and found["weight"] is weight and "weight#2" in found
 
 
-def test_invalid_filters_raise():
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda filter: states(Model(), filter),
+        statetx.policies.states,
+        lambda filter: statetx.remat_scan(lambda x: x, 3, carry=filter),
+    ],
+)
+def test_invalid_filters_raise(use):
     with pytest.raises(statetx.StateFilterError, match="Not a filter: 3"):
-        states(Model(), 3)
+        use(3)
 
 
 def test_namespace_and_order_of_definition():

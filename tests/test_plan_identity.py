@@ -186,7 +186,7 @@ def test_second_derivatives_of_a_loop_in_groups():
     np.testing.assert_allclose(product(plan.apply(loss)), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize("is_planned_so", [False, True])
 def test_plan_fits_states_that_hold_one_array(is_planned_so):
     key, w = jax.random.key(3), WS[0]
@@ -204,8 +204,7 @@ def test_plan_fits_states_that_hold_one_array(is_planned_so):
         states["both"].value = {"c": states["a"].value, "d": own(states["a"].value)}
 
     share(is_planned_so)
-    planner = Planner(loss, X, of="temporaries", time_limit=None)
-    plan = planner.plan(planner.ends()[0])
+    plan = statetx.plan(loss, X, of="temporaries", budget=1.0)
     share(True)
     for wrt in (None, [states["a"]]):
         expected, planned = (statetx.grad(f, wrt=wrt)(X) for f in (loss, plan.apply(loss)))

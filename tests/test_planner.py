@@ -887,6 +887,7 @@ def test_the_budget_that_an_error_tells_is_kept(monkeypatch):
     budget = error.value.smallest_bytes
     planned = plan(budget=budget)
     assert planned.temp_bytes == budget >= statetx.measure(jax.value_and_grad(planned.apply(fun)), X).temp_bytes
+    assert not planned.unplanned_is_compiled, "which a budget in bytes does not need"
 
 
 @pytest.mark.slow

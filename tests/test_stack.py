@@ -446,6 +446,14 @@ class Holder:
         return x * self.w.value
 
 
+class Proxy:
+    """Of an object that is not there yet, such as a module that is imported lazily."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError
+
+
 def dotted(policy):
     return statetx.remat(lambda x: x, policy=policy)
 
@@ -488,6 +496,9 @@ def test_layers_that_differ_in_an_attribute_raise(one, other):
         lambda: dotted("dots"),
         lambda: [threading.Lock(), np.dtype("f4"), slice(1), range(3), jnp.tanh, object],
         lambda: np.array([None, 1.0]),
+        lambda: {Holder(1): 2.0},
+        lambda: {Holder(1)},
+        functools.partial(lambda proxy: proxy, Proxy()),
     ],
 )
 def test_layers_with_equal_attributes_are_stacked(make):

@@ -45,18 +45,18 @@ def test_mapped_state_equals_the_loop_and_the_body_runs_once():
     assert body.runs == 2 and cell.n.value == 2
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_axes_of_states_arguments_and_outputs(axis):
+@pytest.mark.parametrize(("axis", "of_output"), [(0, 1), (1, 0), (2, -1), (-3, -2)])
+def test_axes_of_states_arguments_and_outputs(axis, of_output):
     s = statetx.State(jnp.moveaxis(jnp.arange(24.0).reshape(4, 2, 3), 0, axis))
 
     def f(x, scale, flag=None):
         s.value = s.value * scale
         return {"a": x * 2, "b": (s.value.sum(), scale)} if flag == "on" else x
 
-    out = statetx.vmap(f, in_axes=(1, None, None), out_axes={"a": 1, "b": (0, None)}, states={"s": axis})(
+    out = statetx.vmap(f, in_axes=(1, None, None), out_axes={"a": of_output, "b": (0, None)}, states={"s": axis})(
         XS.T, 3.0, "on"
     )
-    np.testing.assert_allclose(out["a"], 2 * XS.T)
+    np.testing.assert_allclose(out["a"], 2 * np.moveaxis(XS, 0, of_output))
     np.testing.assert_allclose(out["b"][0], 3 * np.arange(24.0).reshape(4, 6).sum(1))
     assert float(out["b"][1]) == 3.0
     np.testing.assert_allclose(s.value, 3 * np.moveaxis(np.arange(24.0).reshape(4, 2, 3), 0, axis))
@@ -69,6 +69,14 @@ def test_batched_write_error_suggests_the_axis():
     with pytest.raises(statetx.StateAccessError, match=match):
         statetx.vmap(cell.step)(XS)
     assert cell.h.value is before and cell.n.value == 0
+
+
+@pytest.mark.parametrize("value", [0, jnp.zeros(3, jnp.int32)], ids=["number", "vector"])
+def test_batched_write_to_a_number_suggests_that_it_counts_draws(value):
+    s = statetx.State(value)
+    with pytest.raises(statetx.StateAccessError, match="differs between the examples") as error:
+        statetx.vmap(lambda n: setattr(s, "value", s.value + n))(jnp.arange(4))
+    assert ("counts random draws" in str(error.value)) == (jnp.ndim(value) == 0)
 
 
 def test_unbatched_write_is_allowed():
