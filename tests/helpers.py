@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import statetx
 from statetx import _frames
 from statetx._jax import check_edits as check_edits
 from statetx._lift.outcome import Outcome
@@ -57,6 +58,18 @@ def compilations():
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@contextlib.contextmanager
+def carries_only():
+    """A block in which the slots of loops hold carries, and no residuals."""
+    from statetx._loops import checkpointed
+
+    with pytest.MonkeyPatch.context() as patch:
+        statetx.clear_cache()
+        patch.setattr(checkpointed, "WORTH_MIXING", 0)
+        yield
+    statetx.clear_cache()
 
 
 @contextlib.contextmanager

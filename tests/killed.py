@@ -1,7 +1,7 @@
 """Gradients of a loop on disk whose processes are killed: ``killed.py DIRECTORY NUMBERS``.
 
-Each process calls the gradient and kills itself (SIGKILL) after the next of these numbers of operations, runs of a
-segment or changes of a file; the next one resumes, and the last one finishes. Prints a line of JSON: in which pass each
+Each process calls the gradient and kills itself (SIGKILL) after it has opened, renamed or removed the next of these
+numbers of files; the next one resumes, and the last one finishes. Prints a line of JSON: in which pass each
 process was killed, and whether the last one has the bits of the plain loop.
 """
 
@@ -15,9 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import statetx
-from statetx import _files
-from statetx._segments.program import Segments
-from statetx._segments.store import Store
 
 STEPS, SEGMENT = 40, 4
 W = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32) / 2
@@ -41,21 +38,17 @@ def gradient(checkpoint):
     return "".join(np.asarray(x).tobytes().hex() for x in results)
 
 
-def kill_at(moment):
+def kill_at(moment, path):
     num = 0
 
-    def counted(fun):
-        def operation(*args, **kwargs):
-            nonlocal num
+    def count(event, args):
+        nonlocal num
+        if event in ("open", "os.rename", "os.remove") and str(args[0]).startswith(path):
             num += 1
             if num > moment:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return fun(*args, **kwargs)
 
-        return operation
-
-    for owner, name in ((_files, "replace"), (Store, "_remove"), (Segments, "advance"), (Segments, "pull")):
-        setattr(owner, name, counted(getattr(owner, name)))
+    sys.addaudithook(count)
 
 
 def child(run):
@@ -78,7 +71,7 @@ def main(path, moments):
     for moment in moments:
 
         def killed(moment=moment):
-            kill_at(moment)
+            kill_at(moment, path)
             return gradient(disk)
 
         status, _ = child(killed)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import statetx
-from helpers import assert_close, equations, in_turn
+from helpers import assert_close, carries_only, equations, in_turn
 from statetx import policies
-from statetx._loops import checkpointed, online, schedule
 from statetx.policies import Budget, Lengths, Levels, Slots
 
 STRATEGIES = [
@@ -62,29 +61,26 @@ def runs_of_the_body(length, checkpoint, num_residuals=60, num_carries=1):
 @pytest.mark.parametrize(("length", "slots"), in_turn([(2, 1), (7, 1), (12, 2), (23, 3), (23, 5), (40, 40), (40, 60)]))
 def test_gradient_runs_the_body_num_evaluations_times(length, slots):
     # A slot for every state there is saves no more.
-    assert runs_of_the_body(length, Slots(slots)) == schedule.num_evaluations(length, min(slots, length))
+    assert runs_of_the_body(length, Slots(slots)) == Slots(slots).num_runs(length)
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize(
-    ("length", "slots", "ratio"),
+    ("length", "slots", "ratio", "num_runs"),
     [
-        (7, 1, (1, 1)),
-        (12, 2, (1, 2)),
-        (60, 7, (2, 1)),
-        (97, 5, (3, 2)),
-        (97, 20, (5, 1)),
-        (200, 16, (1, 4)),
-        (9, 9, (1, 1)),
+        (7, 1, (1, 1), 35),
+        (12, 2, (1, 2), 33),
+        (60, 7, (2, 1), 169),
+        (97, 5, (3, 2), 374),
+        (97, 20, (5, 1), 237),
+        (200, 16, (1, 4), 400),
+        (9, 9, (1, 1), 18),
     ],
 )
-def test_gradient_with_residuals_in_slots_runs_the_body_as_the_schedule_says(length, slots, ratio):
+def test_gradient_with_residuals_in_slots_runs_the_body_as_the_schedule_says(length, slots, ratio, num_runs):
     num_residuals, num_carries = ratio
-    plan = schedule.schedule(length, schedule.leaves(slots, num_carries, num_residuals))
-    before = schedule.num_evaluations(length, slots)
-    assert runs_of_the_body(length, Slots(slots), *ratio) == (
-        plan.num_runs if plan.num_runs < 0.97 * before else before
-    )
+    assert Slots(slots).runs(length, carry_bytes=num_carries, residual_bytes=num_residuals) == num_runs
+    assert runs_of_the_body(length, Slots(slots), *ratio) == num_runs
 
 
 @pytest.mark.slow
@@ -92,13 +88,13 @@ def test_residuals_in_slots_are_used_where_they_save_three_percent():
     # 1,000 steps with 10 slots: 4.640 runs a step without, 4.513 with three times the bytes of a carry, 4.374 with two.
     for num_residuals, is_mixed in ((3, False), (2, True)):
         num = runs_of_the_body(1000, Slots(10), num_residuals)
-        assert (num < schedule.num_evaluations(1000, 10)) == is_mixed
+        assert (num < Slots(10).num_runs(1000)) == is_mixed
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 64, 97, 4096, 4099, 10**6, 999_983])
 @pytest.mark.parametrize("levels", [1, 2, 3, 4, 7, 10**6])
 def test_nested_lengths(length, levels):
-    lengths = schedule.nested_lengths(length, levels)
+    lengths = Levels(levels).lengths_for(length)
     inner = int(np.prod(lengths[1:], dtype=np.int64))
     assert inner * lengths[0] <= length < inner * (lengths[0] + 1)
     assert len(lengths) <= levels and 1 not in lengths[1:]
@@ -185,8 +181,8 @@ def test_memory_depends_on_slots_not_on_length():
     for slots in (4, 32):
         for length in (256, 4096, 65_536, 10**6):
             compiled = compiled_gradient(length, slots)
-            plan = schedule.schedule(length, schedule.leaves(slots, 1, 2))  # a step keeps its carry, and tanh
-            is_mixed = plan.num_runs < 0.97 * schedule.num_evaluations(length, slots)
+            # A step keeps its carry, and tanh.
+            is_mixed = Slots(slots).runs(length, residual_bytes=2) < Slots(slots).num_runs(length)
             sizes[is_mixed].append(len(compiled.as_text()))
             outputs = 4 * length  # ys, which nobody asked for
             temporary = compiled.memory_analysis().temp_size_in_bytes
@@ -244,18 +240,10 @@ def mixed_loss(name, slots, length, shape=(8, 32)):
     return loss, (w, h, xs)
 
 
-@pytest.fixture
-def carries_only(monkeypatch):
-    """Makes slots hold carries only."""
-    statetx.clear_cache()
-    yield lambda: (monkeypatch.setattr(checkpointed, "WORTH_MIXING", 0), statetx.clear_cache())
-    statetx.clear_cache()
-
-
 @pytest.mark.sample("slow")
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("slots", [12, pytest.param(40, marks=pytest.mark.slow)])
-def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
+def test_residuals_in_slots_take_no_memory(name, slots):
     def temporary():
         loss, args = mixed_loss(name, Slots(slots), 300)
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile().memory_analysis().temp_size_in_bytes
@@ -264,9 +252,9 @@ def test_residuals_in_slots_take_no_memory(name, slots, carries_only):
     row = statetx.loop_report(loss, *args).rows[0]
     assert row.is_mixed and row.runs < 0.97 * row.carry_runs
     mixed = temporary()
-    carries_only()
-    assert not statetx.loop_report(loss, *args).rows[0].is_mixed
-    assert mixed <= temporary() + 1024
+    with carries_only():
+        assert not statetx.loop_report(loss, *args).rows[0].is_mixed
+        assert mixed <= temporary() + 1024
 
 
 @pytest.mark.thorough
@@ -288,7 +276,7 @@ def test_a_step_with_a_loop_runs_as_often_as_the_schedule_says():
 
 
 @pytest.mark.slow
-def test_bfloat16_in_slots_takes_no_memory(carries_only):
+def test_bfloat16_in_slots_takes_no_memory():
     """XLA:CPU copies arrays of bfloat16 that it computes with, and the slots are not among them."""
 
     def loss(w, xs, checkpoint=None):
@@ -304,8 +292,8 @@ def test_bfloat16_in_slots_takes_no_memory(carries_only):
     step = lambda f: jax.jvp(lambda w: jax.grad(f)(w, args[1]), args[:1], args[:1])[1].astype(jnp.float32)
     np.testing.assert_allclose(step(in_slots), step(loss), rtol=0.1, atol=0.1)
     mixed = temporary_bytes(in_slots, args)
-    carries_only()
-    assert mixed <= temporary_bytes(in_slots, args) + 1024
+    with carries_only():
+        assert mixed <= temporary_bytes(in_slots, args) + 1024
 
 
 def temporary_bytes(loss, args):
@@ -796,34 +784,6 @@ def test_while_loop_with_states():
         expected = statetx.grad(reference, wrt=[cell.w, cell.h])()
     assert int(left) == int(cell.n.value) == 11
     assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_while_loop_runs_of_the_body():
-    calls = []
-
-    def step(val):
-        jax.debug.callback(lambda: calls.append(0))
-        return jnp.tanh(val[0]), val[1] + 1
-
-    def count(steps, slots):
-        calls.clear()
-        jax.grad(lambda x: statetx.while_loop(lambda v: v[1] < steps, step, (x, 0), checkpoint=slots)[0])(0.5)
-        jax.effects_barrier()
-        return len(calls)
-
-    for steps, slots in ((5, 5), (100, 10), (100, 3), (37, 6)):
-        best = schedule.num_evaluations(steps, slots)
-        assert best <= count(steps, slots) == online.num_runs(steps, slots) <= 1.05 * best, (steps, slots)
-
-
-@pytest.mark.parametrize("slots", in_turn(range(1, 13), 3))
-def test_while_loop_runs_are_near_the_fewest_for_every_length(slots):
-    lengths = [*range(1, 301, 7), 1000, 3000]
-    ratios = [online.num_runs(n, slots) / schedule.num_evaluations(n, slots) for n in lengths]
-    assert all(ratio == 1 for n, ratio in zip(lengths, ratios, strict=True) if n <= slots)
-    assert 1 <= max(ratios) <= {1: 1, 2: 1.11, 3: 1.07}.get(slots, 1.05)
-    assert sum(ratios) / len(ratios) <= 1.02
 
 
 @pytest.mark.sample

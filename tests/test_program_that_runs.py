@@ -10,8 +10,6 @@ import pytest
 from libraries import VALUED
 
 import statetx
-from statetx._equations import compiled, compiler
-from statetx._equations.updates import order_of_updates
 
 DEPTH, WIDTH = 8, 32
 X = jnp.ones((4, WIDTH))
@@ -115,25 +113,6 @@ def test_order_of_outputs_is_advised_by_what_the_program_in_order_takes(monkeypa
     assert profile.changes[0].action == "order" and "less (compiled" in str(profile)
     report = statetx.explain_oom(step, *args, limit=profile.peak_bytes - 1)
     assert report.remedies[0].change.action == "order" and report.remedies[0].is_compiled
-
-
-def test_options_of_a_program_that_is_compiled_to_be_measured(monkeypatch):
-    fast = {"xla_backend_optimization_level": 0}
-    assert fast.items() <= compiler.memory_analysis_options().items()
-    monkeypatch.setattr(compiled, "estimate_options", lambda: fast)
-    args = jnp.sin, [jnp.ones(3)]
-    assert compiled.Program(*args, estimates=True).compiler_options == fast
-    assert compiled.Program(*args).compiler_options in (None, {})
-
-
-def test_updates_come_in_the_order_of_the_donated_inputs_and_other_outputs_after_them():
-    def step(w, m):
-        return m * 2, w * 3, jnp.zeros(3), w.sum() * jnp.ones(3), m.sum()
-
-    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(3))
-    assert order_of_updates(jaxpr, [True, True]) == [1, 0, 2, 3, 4]
-    assert order_of_updates(jaxpr, [True, False]) == [1, 0, 2, 3, 4]
-    assert order_of_updates(jaxpr, [False, True]) is None
 
 
 def test_a_donated_step_may_close_over_an_array():

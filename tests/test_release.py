@@ -15,8 +15,6 @@ from flax import nnx
 import statetx
 from helpers import assert_close, num_operations
 from statetx import policies
-from statetx._equations.compiled import Program
-from statetx._equations.release.consumers import paired
 
 L, D, B, K = 8, 64, 16, 4
 WEIGHTS = jax.random.normal(jax.random.key(0), (L, D, D)) / D
@@ -144,19 +142,6 @@ def test_updates_of_each_layer_move_into_the_loop(name):
     assert "are used up" in told
     plain, released = (leaves(*training(name, release_gradients=r), steps=2) for r in (False, True))
     assert_close(plain, released, rtol=2e-5, atol=1e-6)
-
-
-def test_an_output_takes_the_memory_of_what_it_updates():
-    """Of two operands of its type that each output is computed from: else the donated memory is copied in the end."""
-
-    def update(w, m, g):
-        m = 0.9 * m + g * jnp.abs(w)
-        return m, w - 0.1 * m
-
-    jaxpr = jax.make_jaxpr(update)(*[WEIGHTS] * 3).jaxpr
-    (w, m, _), (new_m, new_w) = jaxpr.invars, jaxpr.outvars
-    assert paired(jaxpr.eqns, [new_m, new_w], [w, m]) == {new_m: m, new_w: w}
-    assert paired(jaxpr.eqns, [new_w, new_m], [w]) == {new_w: w}
 
 
 @pytest.mark.slow
@@ -540,15 +525,6 @@ def test_weights_of_every_step_have_no_stack():
 def test_one_layer_has_no_stack():
     step = statetx.jit(lambda ws, x: ws - 0.1 * jax.grad(LOSSES["remat"])(ws, x), donate_argnums=0)
     assert [len(step.trace(WEIGHTS[:num], X).gradients) for num in (1, 2)] == [0, 1]
-
-
-def test_programs_with_updates_that_can_move():
-    """Not on a mesh, whose types the rewritten program would lack."""
-    released = lambda step, *args: Program.of_traced(step.trace(*args)).released()
-    assert "scan" in str(released(donating, WEIGHTS, X).jaxpr)
-    assert released(jax.jit(LOSSES["scan"]), WEIGHTS, X) is None
-    with jax.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
-        assert released(donating, *jax.device_put((WEIGHTS, X), jax.P())) is None
 
 
 # -- what is left to XLA ---------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import statetx
-from helpers import in_turn
+from helpers import carries_only, in_turn
 from statetx import policies
 from statetx._jax import stage
-from statetx._loops import checkpointed, schedule
+from statetx._loops import online, schedule
 from statetx._loops.rows import CarryRow, SlotMemory
 from statetx._loops.schedule import Filled, Places, SplitTable, leaves, num_evaluations
 from statetx._remat.decide import carry_formats
@@ -148,6 +148,34 @@ def test_splits_of_numbers_and_arrays_agree():
     on_device = jax.jit(jax.tree.map(jnp.asarray, splits).split)
     for length, slots in itertools.product((1, 2, 3, 17, 100, 333, 499), (1, 2, 5, 7)):
         assert int(on_device(length, slots)) == int(splits.split(length, slots)), (length, slots)
+
+
+@pytest.mark.slow
+def test_while_loop_runs_of_the_body():
+    calls = []
+
+    def step(val):
+        jax.debug.callback(lambda: calls.append(0))
+        return jnp.tanh(val[0]), val[1] + 1
+
+    def count(steps, slots):
+        calls.clear()
+        jax.grad(lambda x: statetx.while_loop(lambda v: v[1] < steps, step, (x, 0), checkpoint=slots)[0])(0.5)
+        jax.effects_barrier()
+        return len(calls)
+
+    for steps, slots in ((5, 5), (100, 10), (100, 3), (37, 6)):
+        best = num_evaluations(steps, slots)
+        assert best <= count(steps, slots) == online.num_runs(steps, slots) <= 1.05 * best, (steps, slots)
+
+
+@pytest.mark.parametrize("slots", in_turn(range(1, 13), 3))
+def test_while_loop_runs_are_near_the_fewest_for_every_length(slots):
+    lengths = [*range(1, 301, 7), 1000, 3000]
+    ratios = [online.num_runs(n, slots) / num_evaluations(n, slots) for n in lengths]
+    assert all(ratio == 1 for n, ratio in zip(lengths, ratios, strict=True) if n <= slots)
+    assert 1 <= max(ratios) <= {1: 1, 2: 1.11, 3: 1.07}.get(slots, 1.05)
+    assert sum(ratios) / len(ratios) <= 1.02
 
 
 # -- the nest of loops -----------------------------------------------------------------------------------------------
@@ -355,11 +383,9 @@ def assert_bits_take_less(policy, slots):
 @pytest.mark.parametrize(
     "policy", [pytest.param(SPIKES, id="named"), pytest.param(policies.everything, id="proved", marks=pytest.mark.slow)]
 )
-def test_carries_in_bits_take_fewer_bytes_and_leave_gradients_equal(policy, monkeypatch):
-    statetx.clear_cache()
-    monkeypatch.setattr(checkpointed, "WORTH_MIXING", 0)  # slots hold carries only
-    assert_bits_take_less(policy, slots=20)
-    statetx.clear_cache()
+def test_carries_in_bits_take_fewer_bytes_and_leave_gradients_equal(policy):
+    with carries_only():
+        assert_bits_take_less(policy, slots=20)
 
 
 STRATEGIES = {
@@ -582,7 +608,7 @@ def norms(w, carry, x):
 
 
 @pytest.mark.slow
-def test_scalars_of_a_step_are_in_rows_of_its_arrays(monkeypatch):
+def test_scalars_of_a_step_are_in_rows_of_its_arrays():
     w, h, _ = data(32)
     args = w / 2, h + 0.1, jnp.sin(jnp.arange(200.0))
 
@@ -600,11 +626,10 @@ def test_scalars_of_a_step_are_in_rows_of_its_arrays(monkeypatch):
     # A step takes three rows of the arrays, of which a slot has one: two arrays, and four of the scalars.
     num_runs = schedule.schedule(200, schedule.leaves(12, 1, 3)).num_runs
     assert row.is_mixed and row.runs * 200 == pytest.approx(num_runs)
-    monkeypatch.setattr(checkpointed, "WORTH_MIXING", 0)
-    row, carries_bytes, expected = compiled()
+    with carries_only():
+        row, carries_bytes, expected = compiled()
     assert not row.is_mixed and num_bytes <= carries_bytes + 1024
     assert_equal(grads, expected)
-    statetx.clear_cache()
 
 
 ARRAY, SCALAR, VECTOR = ((8, 32), jnp.float32), ((), jnp.float32), ((3,), jnp.int32)
