@@ -765,3 +765,18 @@ def test_a_python_number_is_what_it_is_under_jit(jit):
         assert_same_step(step, jit(lambda *a: (step(*a)[0] + 1, *step(*a)[1:]), static_argnums=(1,)), jnp.ones(2), 3, 1)
     statetx.saved_residuals(step, *args)
     statetx.memory_report(step, *args)
+
+
+def test_writes_that_jax_jit_loses_are_not_in_its_results():
+    """JAX takes a Variable in an argument apart; its own jit stores no value in it."""
+    graphdef, state = nnx.split(nnx.BatchStat(jnp.array(0)))
+
+    def step(state, x):
+        count = nnx.merge(graphdef, state)
+        count[...] += 1
+        return 2 * x
+
+    call = state, jnp.ones(2)
+    assert_same_step(jax.jit(step), jax.jit(step), *call)
+    with pytest.raises(AssertionError, match="1 in place of 0"):
+        assert_same_step(jax.jit(step), statetx.jit(step), *call)

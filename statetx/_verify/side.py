@@ -62,7 +62,8 @@ class Side:
 
     def trace(self) -> None:
         """Stage the function for the present values of its states."""
-        self.traced = TracedCall("assert_same_step", self._call, self.args, self.kwargs, unjits=True)
+        unjits = not (_jax.is_jitted(self._call) and _has_trees(self.args, self.kwargs))
+        self.traced = TracedCall("assert_same_step", self._call, self.args, self.kwargs, unjits=unjits)
 
     def states(self) -> dict[int, tuple[str, Any]]:
         """The states from before the call that it touches, by id, with their paths."""
@@ -180,6 +181,12 @@ def has_no_value(state: Any) -> bool:
 def store(states: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
     for key, state in states.items():
         _states.kind_of_state(state).set_all([state], [values[key]])
+
+
+def _has_trees(*args: Any) -> bool:
+    """Whether JAX takes states in the arguments for trees of arrays: its own jit loses what is written to them."""
+    leaves = jax.tree.leaves(args, is_leaf=_states.is_opaque)
+    return any(_states.is_opaque(x) and not jax.tree_util.all_leaves([x]) for x in leaves)
 
 
 def _copied(tree: Any) -> Any:
