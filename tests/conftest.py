@@ -274,6 +274,14 @@ def promoted_ranks():
         yield
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand: ``clock.append(seconds)``."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[-1])
+    return now
+
+
 @pytest.fixture(scope="session")
 def built_site(tmp_path_factory):
     """The documentation site, built strictly: the finished process, and the folder."""

@@ -17,7 +17,9 @@ import pytest
 import statetx
 from statetx import _frames
 from statetx._jax import check_edits as check_edits
+from statetx._jax import marks
 from statetx._lift.outcome import Outcome
+from statetx._loops.rows import SlotMemory
 from statetx._remat.stored import StoredType
 from statetx.planner._treatments.inner_gradients import PLAIN as PLAIN
 from statetx.planner._treatments.inner_gradients import VARIANTS as VARIANTS
@@ -108,9 +110,43 @@ def in_thread(*functions):
         raise errors[0]
 
 
+def open_frames():
+    """What still collects accesses of states, in this thread or another, in words."""
+    return "a frame is open" if _frames.open_frames or _frames.current_frame() is not None else ""
+
+
 def assert_no_frame_is_open(where=""):
-    """Nothing collects accesses of states any more, in this thread or another."""
-    assert _frames.current_frame() is None and not _frames.open_frames, f"a frame is open {where}"
+    assert not open_frames(), where
+
+
+def names_read(monkeypatch):
+    """The names of what gradients read in the programs staged since: "bits", "residuals in slots"."""
+    names = set()
+    divide, write, keep = marks._divide, SlotMemory.write, SlotMemory.keep
+
+    def noted_divide(*args):
+        equations = divide(*args)
+        if getattr(equations[0], "primitive", None) is marks.attach_primitive:
+            names.add(f"{equations[1].params['type']}")
+        return equations
+
+    def noted_write(self, *args):
+        names.update(str(row.format) for row in self._rows if row.format is not None)
+        return write(self, *args)
+
+    def noted_keep(self, *args):
+        if any(self._residual_rows):
+            names.add("residuals in slots")
+        return keep(self, *args)
+
+    rules = marks._pe.partial_eval_jaxpr_custom_rules
+    monkeypatch.setitem(rules, marks.stored_primitive, noted_divide)
+    monkeypatch.setattr(SlotMemory, "write", noted_write)
+    monkeypatch.setattr(SlotMemory, "keep", noted_keep)
+    # The checker of JAX 0.10 raises at a `closed_call` with a name.
+    checks = check_edits(False)
+    yield names
+    check_edits(checks)
 
 
 def equations(jaxpr):

@@ -29,9 +29,8 @@ from mixed_reference import Reference
 from mixed_syntax import Call, Fun, Make, Program, source, statements
 
 import statetx
-from statetx import StateAccessError, _frames, _states
-from statetx._jax import check_edits, marks
-from statetx._loops.rows import SlotMemory
+from helpers import open_frames
+from statetx import StateAccessError
 
 TOLERANCE = 2e-4  # float32; values are of order one, so that a wrong term shows
 
@@ -352,7 +351,7 @@ class System(World):
         }
 
     def is_state(self, x: Any) -> bool:
-        return _states.kind_of(x) is not None or isinstance(x, nnx.Rngs)
+        return isinstance(x, (statetx.State, brainstate.State, nnx.Variable, nnx.Rngs, jax.Ref))
 
     def read(self, state: Any) -> Any:
         return libraries.get(state)
@@ -378,7 +377,7 @@ def run_pure(fun: Callable, *args: Any) -> Any:
     states = pure.states(*args)
     out, new = jax.jit(pure)(pure.values(*args), *args)
     for path, state in states.items():
-        _states.kind_of_state(state).write(state, new[path])
+        libraries.put(state, new[path])
     return out
 
 
@@ -619,10 +618,6 @@ def compare(program: Program, actual: Record, wanted: Record) -> str:
     return difference(actual, wanted) or too_many_runs(program, actual.ticks, wanted.stagings)
 
 
-def open_frames() -> str:
-    return "a frame is open" if _frames.open_frames or _frames.current_frame() is not None else ""
-
-
 SHARED_STEPS: tuple[Callable[[Callable], Callable], ...] = (
     statetx.jit,
     statetx.remat,
@@ -712,36 +707,3 @@ def check_seed(seed: int) -> None:
     found = check(program)
     if found:
         raise AssertionError(report(*reduce(program, found)))
-
-
-# -- what gradients read -------------------------------------------------------------------------------------------
-
-
-def names_read(monkeypatch):
-    """The names of what gradients read in the programs staged since: "bits", "residuals in slots"."""
-    names = set()
-    divide, write, keep = marks._divide, SlotMemory.write, SlotMemory.keep
-
-    def noted_divide(*args):
-        equations = divide(*args)
-        if getattr(equations[0], "primitive", None) is marks.attach_primitive:
-            names.add(f"{equations[1].params['type']}")
-        return equations
-
-    def noted_write(self, *args):
-        names.update(str(row.format) for row in self._rows if row.format is not None)
-        return write(self, *args)
-
-    def noted_keep(self, *args):
-        if any(self._residual_rows):
-            names.add("residuals in slots")
-        return keep(self, *args)
-
-    rules = marks._pe.partial_eval_jaxpr_custom_rules
-    monkeypatch.setitem(rules, marks.stored_primitive, noted_divide)
-    monkeypatch.setattr(SlotMemory, "write", noted_write)
-    monkeypatch.setattr(SlotMemory, "keep", noted_keep)
-    # The checker of JAX 0.10 raises at a `closed_call` with a name.
-    checks = check_edits(False)
-    yield names
-    check_edits(checks)

@@ -1,7 +1,5 @@
 """brainstate states and modules, under statetx's transforms and under brainstate's own."""
 
-import sys
-
 import brainstate
 import brainunit as u
 import jax
@@ -12,9 +10,6 @@ from brainstate import nn
 
 import statetx
 from helpers import Counted, compilations
-from statetx import _hooks, _states
-from statetx._remat.override import rewritten_by
-from statetx._remat.rewriter import MARKER
 from statetx.kinds.brainstate import observe
 from statetx.kinds.brainstate.kind import KIND
 
@@ -805,19 +800,6 @@ def test_a_setting_of_brainstate_with_a_unit_is_known_by_its_value():
         assert KIND.mode() is KIND.mode(), "not made anew in each call"
 
 
-def test_settings_of_a_library_that_is_imported_later_are_part_of_the_key(monkeypatch):
-    monkeypatch.setattr(_states, "pending", ("late",))
-    monkeypatch.setattr(_states, "modal", [])
-    monkeypatch.setattr(_states, "_kinds", [kind for kind in _states.kinds() if kind is not KIND])
-    monkeypatch.setitem(_hooks.foreign_kinds, "late", lambda: KIND)
-    step = statetx.jit(lambda x: x * brainstate.environ.get("dt", 1.0))
-    assert step(1.0) == 1.0
-    monkeypatch.setitem(sys.modules, "late", brainstate)
-    for dt in (2.0, 3.0):
-        with brainstate.environ.context(dt=dt):
-            assert step(1.0) == dt
-
-
 def test_states_in_the_cache_of_brainstates_jit_are_not_created_by_the_step():
     """Its default random state is in no object of the user, and in the cache after the first call."""
     w = brainstate.ParamState(jnp.ones(3))
@@ -828,21 +810,3 @@ def test_states_in_the_cache_of_brainstates_jit_are_not_created_by_the_step():
     compiled = brainstate.transform.jit(step)
     statetx.testing.assert_same_step(compiled, step, jnp.ones(3), steps=2)
     assert list(statetx.states(compiled)) == ["w"]
-
-
-def test_states_of_a_gradient_that_is_traced_twice_in_another_order():
-    """A report has brainstate trace a loss again inside of the gradient; the first trace may read states earlier."""
-    w, a, b = brainstate.ParamState(jnp.ones(3)), brainstate.State(1.0), brainstate.State(10.0)
-    reads = []
-
-    def loss():
-        reads.append([s.value for s in ((a, b) if not reads else (b, a))])
-        a.value, b.value = a.value + 1.0, b.value + 1.0
-        return jnp.sum(w.value**2) + a.value
-
-    def step():
-        return brainstate.transform.grad(loss, {"w": w})()["w"]
-
-    with rewritten_by(MARKER):
-        np.testing.assert_array_equal(step(), [2.0] * 3)
-    assert len(reads) == 2 and (a.value, b.value) == (2.0, 11.0)

@@ -12,15 +12,6 @@ import pytest
 
 import statetx
 from statetx.planner import Fit, Planner
-from statetx.planner._budget import TimeLeft
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that is set by hand: ``clock.append(seconds)``."""
-    now = [0.0]
-    monkeypatch.setattr("statetx.planner._budget.time.monotonic", lambda: now[-1])
-    return now
 
 
 def patched(monkeypatch, name, replacement):
@@ -227,51 +218,3 @@ def test_wrong_time_limit_raises(time_limit):
 def test_block_without_a_size_raises():
     with pytest.raises(statetx.PlanError, match="budget=None is not a size"), statetx.budget(None):  # pyright: ignore
         pass
-
-
-# -- what counts as time ----------------------------------------------------------------------------------------------
-
-
-def test_time_passes_only_while_a_search_runs(clock):
-    left = TimeLeft(10)
-    clock.append(100)
-    assert not left.is_over()
-    with left.running():
-        clock.append(106)
-        with left.running():
-            clock.append(109)
-        assert not left.is_over(), "counted once"
-    clock.append(200)
-    assert not left.is_over()
-    with left.running():
-        clock.append(200.9)
-        assert not left.is_over()
-        clock.append(201)
-        assert left.is_over()
-    assert left.is_over()
-
-
-@pytest.mark.parametrize(("took", "seconds"), [(4, 16), (50, 10)])  # too long takes nothing from the next
-def test_what_is_left_goes_to_the_next_search(clock, took, seconds):
-    first, second = TimeLeft(10), TimeLeft(10)
-    with first.running():
-        clock.append(took)
-    first.pass_on(second)
-    with second.running():
-        clock.append(took + seconds - 1)
-        assert not second.is_over()
-        clock.append(took + seconds)
-        assert second.is_over()
-    second.renew()
-    assert not second.is_over()
-    with second.running():
-        clock.append(took + seconds + 10)
-        assert second.is_over()
-
-
-def test_no_limit(clock):
-    left = TimeLeft(None)
-    left.pass_on(TimeLeft(1))
-    with left.running():
-        clock.append(1e9)
-        assert not left.is_over()

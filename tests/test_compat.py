@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 import types
 
+import brainstate
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -13,11 +15,12 @@ import pytest
 import private_jax
 import statetx
 from helpers import ENABLE_CHECKS, REMAT3
-from statetx import _jax, _states
+from statetx import _hooks, _jax, _states
 from statetx._jax import buffers, refs
 from statetx._jax.estimates import _Sum
 from statetx._remat import fence
 from statetx._text import short_path
+from statetx.kinds.brainstate.kind import KIND
 
 X = jnp.ones(3)
 
@@ -472,7 +475,6 @@ def test_residual_keys_leave_the_branch():
 
 
 def test_folder_whose_name_begins_like_a_librarys_is_the_users():
-    import brainstate
     from jax._src import source_info_util
 
     statetx.states(brainstate.State(0.0))  # a library has a folder once its states are used
@@ -484,6 +486,19 @@ def test_folder_whose_name_begins_like_a_librarys_is_the_users():
         exec(compile("def f():\n    return call_site()", file, "exec"), scope)
         assert scope["f"]() == f"{file}:2"
         assert source_info_util.is_user_filename(file)
+
+
+def test_settings_of_a_library_that_is_imported_later_are_part_of_the_key(monkeypatch):
+    monkeypatch.setattr(_states, "pending", ("late",))
+    monkeypatch.setattr(_states, "modal", [])
+    monkeypatch.setattr(_states, "_kinds", [kind for kind in _states.kinds() if kind is not KIND])
+    monkeypatch.setitem(_hooks.foreign_kinds, "late", lambda: KIND)
+    step = statetx.jit(lambda x: x * brainstate.environ.get("dt", 1.0))
+    assert step(1.0) == 1.0
+    monkeypatch.setitem(sys.modules, "late", brainstate)
+    for dt in (2.0, 3.0):
+        with brainstate.environ.context(dt=dt):
+            assert step(1.0) == dt
 
 
 @pytest.mark.parametrize(

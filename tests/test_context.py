@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ import statetx
 from helpers import assert_close, captured
 from statetx._lift.context import TraceContext
 from statetx._remat.override import rewritten_by
-from statetx._remat.rewriter import Rewriter
+from statetx._remat.rewriter import MARKER, Rewriter
 from statetx.planner._program.devices import of_device
 from statetx.planner.planner import ProgramPlanner
 from statetx.policies import Budget, Slots
@@ -356,3 +357,24 @@ def test_types_on_an_abstract_mesh_count_for_one_device(kind):
     (gradient,) = found.gradients
     (typed,) = gradient.context.types([v.aval for v in gradient.jaxpr.invars])
     assert typed.sharding.shard_shape(x.shape) == (4, 8)
+
+
+# -- functions that are traced twice --
+
+
+def test_states_of_a_gradient_that_is_traced_twice_in_another_order():
+    """A report has brainstate trace a loss again inside of the gradient; the first trace may read states earlier."""
+    w, a, b = brainstate.ParamState(jnp.ones(3)), brainstate.State(1.0), brainstate.State(10.0)
+    reads = []
+
+    def loss():
+        reads.append([s.value for s in ((a, b) if not reads else (b, a))])
+        a.value, b.value = a.value + 1.0, b.value + 1.0
+        return jnp.sum(w.value**2) + a.value
+
+    def step():
+        return brainstate.transform.grad(loss, {"w": w})()["w"]
+
+    with rewritten_by(MARKER):
+        np.testing.assert_array_equal(step(), [2.0] * 3)
+    assert len(reads) == 2 and (a.value, b.value) == (2.0, 11.0)

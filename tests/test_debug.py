@@ -11,8 +11,6 @@ import pytest
 from libraries import LIBRARIES, get, put
 
 import statetx
-from statetx import _states
-from statetx._frames import Frame
 from statetx.kinds import debug
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "debug-and-profile.md"
@@ -50,15 +48,15 @@ def run(script, folder, **env):
 
 
 def test_reads_and_writes_have_places_of_their_own(monkeypatch):
-    for owner, names in ((Frame, ("touch", "mark_written", "note_write")), (statetx.State, ("value",))):
+    for owner, names in ((debug.Frame, ("touch", "mark_written", "note_write")), (statetx.State, ("value",))):
         for name in names:  # put back at the end
             monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(_states, "history", _states.history)
+    monkeypatch.setattr(debug._states, "history", None)
     debug.install()
     a, b = statetx.State(jnp.ones(())), statetx.State(jnp.ones(()))
     rows = statetx.trace_states(lambda x: setattr(a, "value", x) or b.value)(2.0)
     assert [(bool(row.read_at), bool(row.written_at)) for row in rows] == [(False, True), (True, False)]
-    log = _states.history.__self__
+    log = debug._states.history.__self__
     log._entries[id(b)] = lambda: None, {"read": "a line that read a dead state of this id"}
     b.value = b.value
     assert re.match(", last read at .*test_debug.py:.*, last written at .*test_debug.py:", log.describe(b))

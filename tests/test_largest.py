@@ -1,4 +1,6 @@
-"""`largest_within`: the largest size, or near it, by few measurements; on bytes of every shape that programs have."""
+"""Limits of a search: `largest_within`, the largest size, or near it, by few measurements, on bytes of every shape that
+programs have; the time that is left.
+"""
 
 import itertools
 import math
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from statetx._largest import largest_within
+from statetx.planner._budget import TimeLeft
 
 SIZES = range(1, 2**24 + 1)
 SHAPES = {
@@ -121,3 +124,48 @@ def test_is_enough_ends_the_search():
     assert largest_within(5000, measure, SIZES, 300, {0: 0}, is_enough=lambda num_bytes: True) == (0, {300: 12100})
     size, measured = largest_within(5000, measure, SIZES, 50, {0: 0}, is_enough=lambda num_bytes: num_bytes <= 5000)
     assert size == 50 and list(measured) == [50]
+
+
+def test_time_passes_only_while_a_search_runs(clock):
+    left = TimeLeft(10)
+    clock.append(100)
+    assert not left.is_over()
+    with left.running():
+        clock.append(106)
+        with left.running():
+            clock.append(109)
+        assert not left.is_over(), "counted once"
+    clock.append(200)
+    assert not left.is_over()
+    with left.running():
+        clock.append(200.9)
+        assert not left.is_over()
+        clock.append(201)
+        assert left.is_over()
+    assert left.is_over()
+
+
+@pytest.mark.parametrize(("took", "seconds"), [(4, 16), (50, 10)])  # too long takes nothing from the next
+def test_what_is_left_goes_to_the_next_search(clock, took, seconds):
+    first, second = TimeLeft(10), TimeLeft(10)
+    with first.running():
+        clock.append(took)
+    first.pass_on(second)
+    with second.running():
+        clock.append(took + seconds - 1)
+        assert not second.is_over()
+        clock.append(took + seconds)
+        assert second.is_over()
+    second.renew()
+    assert not second.is_over()
+    with second.running():
+        clock.append(took + seconds + 10)
+        assert second.is_over()
+
+
+def test_no_limit(clock):
+    left = TimeLeft(None)
+    left.pass_on(TimeLeft(1))
+    with left.running():
+        clock.append(1e9)
+        assert not left.is_over()

@@ -20,11 +20,11 @@ import random_mixed
 from laws import WORDS
 from mixed_generator import program_of
 from mixed_syntax import source
-from random_mixed import check, check_seed, check_threads, names_read, reduce
+from random_mixed import check, check_seed, check_threads, reduce
 
 import speeds
 import statetx
-from helpers import publish_all_but_one, undo_the_owner_only
+from helpers import names_read, publish_all_but_one, undo_the_owner_only
 
 NUM_FAST, NUM_SLOW, CHUNK, TURNS = 12, 300, 5, 16
 
