@@ -182,11 +182,12 @@ def test_unplanned_step_is_not_compiled_for_a_budget_in_bytes(planner):
     ("budget", "num_compiled"),
     [
         pytest.param("10KiB", 0, id="below the arguments"),
-        pytest.param("70KiB", 2, id="below arguments and outputs"),
+        pytest.param("70KiB", 1, id="below arguments and outputs"),
         pytest.param(0.1, 1, id="fraction"),
     ],
 )
 def test_budget_that_no_plan_can_keep_is_not_searched_for(budget, num_compiled):
+    statetx.plan(jnp.sum, X, budget="1GiB")  # the options that XLA accepts are tried once in a process
     message = r"arguments take 56.0 KiB and outputs 24.[01] KiB.*none was searched for"
     with compilations() as compiled, pytest.raises(statetx.PlanError, match=message) as e:
         statetx.plan(step, *ARGS, budget=budget)
