@@ -80,7 +80,7 @@ interpreters.batching
     fancy_primitive_batchers primitive_batchers: rules of this package's primitives | jax.interpreters.batching
 interpreters.mlir
     TokenSet: tokens of ordered effects behind the branch | none
-    _lowerings: JAX's own lowering of regions and scans, within ours | none
+    _lowerings: JAX's own lowering of regions, within ours | none
     dtype_to_ir_type full_like_aval lower_with_sharding_in_types: lowering of the fence and of links | none
     lower_fun register_lowering: lowering of this package's primitives | jax.interpreters.mlir
 interpreters.partial_eval
@@ -124,10 +124,7 @@ tree_util
 util
     register_cache: caches that jax.clear_caches clears | none
     weakref_lru_cache: a cache of what is found in a jaxpr, for as long as it lives | none
-jaxlib.mlir.dialects
-    stablehlo: the barrier before a loop | none
 jaxlib.mlir.ir
-    Block InsertionPoint: operations before a loop | jax.interpreters.mlir.ir
     RankedTensorType: types of lowered values | jax.interpreters.mlir.ir
 """
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -15,11 +12,8 @@ import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.ad_util import Zero as _Zero
 from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow.loops import scan_p, while_p
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo as hlo
 
 from .._positions import function_of as _function_of
 from . import patches
@@ -185,72 +179,6 @@ patches.note(
     "the error for `jax.lax.while_loop` in reverse mode",
     "JAX's message advises a loop of known length. To it is added which loop it is, and that `statetx.while_loop` "
     "has `checkpoint=`. A second gradient of the latter has a message of its own.",
-)
-
-
-_begin_late: contextvars.ContextVar[bool] = contextvars.ContextVar("statetx_begin_late", default=False)
-
-
-@contextlib.contextmanager
-def loops_begin_late() -> Iterator[None]:
-    """Lower the scans in this block such that the arrays they fill begin with the loop, and not with the program."""
-    token = _begin_late.set(True)
-    try:
-        yield
-    finally:
-        _begin_late.reset(token)
-
-
-def _lower_scan(as_jax: Callable, ctx: Any, *args: Any, **params: Any) -> Any:
-    outs = as_jax(ctx, *args, **params)
-    if _begin_late.get():
-        for loop in {id(op): op for op in map(_loop_of_result, outs) if op is not None}.values():
-            _begin_with_operands(loop)
-    return outs
-
-
-def _loop_of_result(x: Any) -> Any:
-    """The while loop that fills an array, behind a reshape or a constraint; None if there is none."""
-    while not isinstance(x.owner, ir.Block) and len(x.owner.operands):
-        if x.owner.name == "stablehlo.while":
-            return x.owner
-        x = x.owner.operands[0]
-    return None
-
-
-def _begin_with_operands(loop: Any) -> None:
-    """Let the empty arrays that a loop fills wait for its other operands."""
-    filled = {n: ops for n, x in enumerate(loop.operands) if (ops := _from_constant(x))}
-    awaited = [x for n, x in enumerate(loop.operands) if n not in filled and not _is_op(x, "stablehlo.constant")]
-    if filled and awaited:
-        with ir.InsertionPoint(loop), loop.location:
-            numbers = hlo.OptimizationBarrierOp([*(ops[-1].operands[0] for ops in filled.values()), *awaited]).results
-            for (n, ops), x in zip(filled.items(), numbers, strict=False):
-                for op in reversed(ops):
-                    op = op.operation.clone()
-                    op.operands[0] = x
-                    x = op.results[0]
-                loop.operands[n] = x
-
-
-def _from_constant(x: Any) -> list[Any]:
-    """The operations that make an array of a constant number, last first; empty for any other value."""
-    ops = []
-    while _is_op(x, "stablehlo.broadcast_in_dim", "sdy.sharding_constraint"):
-        ops.append(x.owner)
-        x = x.owner.operands[0]
-    return ops if _is_op(x, "stablehlo.constant") else []
-
-
-def _is_op(x: Any, *names: str) -> bool:
-    return not isinstance(x.owner, ir.Block) and x.owner.name in names
-
-
-_mlir.register_lowering(scan_p, functools.partial(_lower_scan, _mlir._lowerings[scan_p].rule))
-patches.note(
-    "the lowering of `jax.lax.scan`",
-    "On GPUs the compiler makes the arrays that loops fill when the program starts. In regions that `statetx.remat` "
-    "has marked they begin with their loop; any other `scan` is lowered as by JAX.",
 )
 
 

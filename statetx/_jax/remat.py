@@ -112,6 +112,11 @@ def set_tokens(ctx: Any, tokens: dict[Any, Any]) -> None:
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(_mlir.TokenSet(tokens)))
 
 
+def function_called(ctx: Any, call: Any) -> Any:
+    """The function of the module being lowered that an operation calls."""
+    return ctx.module_context.symbol_table[call.attributes["callee"].value]
+
+
 def with_sharding(ctx: Any, x: Any, aval: Any) -> Any:
     """Constrain a value that is being lowered to the sharding in its type, along explicit axes."""
     return _mlir.lower_with_sharding_in_types(ctx, x, aval)

@@ -9,7 +9,6 @@ forwards unread (decision 14 has the form of the branch).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -60,9 +59,11 @@ def _lower(
     # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
     # its inputs, goes into the branch.
     if not (differentiated and is_fenced and _is_plain(ctx)):
-        is_late = differentiated and isinstance(policy, Fenced) and _GPUS.issuperset(_jax.platforms(ctx))
-        with _jax.loops_begin_late() if is_late else contextlib.nullcontext():
-            return as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+        outs = as_jax(ctx, *args, jaxpr=jaxpr, differentiated=differentiated, policy=policy, **params)
+        if differentiated and isinstance(policy, Fenced) and _GPUS.issuperset(_jax.platforms(ctx)):
+            if any(eqn.primitive.name in ("scan", "while") for eqn in _jax.equations_in(jaxpr)):
+                _begin_loops_late(ctx, outs, [*args, *_jax.tokens_before(ctx, jaxpr).values()])
+        return outs
     if any(eqn.primitive.name == "conv_general_dilated" for eqn in jaxpr.eqns):
         jaxpr = in_canonical_order(jaxpr)
     return _lower_as_branch(as_jax, ctx, *args, jaxpr=jaxpr)
@@ -91,6 +92,57 @@ def _lower_as_branch(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> An
     new_tokens, outs = branches.results[: len(tokens)], branches.results[len(tokens) :]
     _jax.set_tokens(ctx, dict(zip(tokens, new_tokens, strict=True)))
     return [_jax.with_sharding(ctx, x, aval) for x, aval in zip(outs, ctx.avals_out, strict=True)]
+
+
+def _begin_loops_late(ctx: Any, outs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Let what the loops of a lowered region begin with, and is the same for all, wait for their other operands.
+
+    The arrays that a scan fills are constants, which XLA for GPUs makes when the program starts, those of all regions
+    at once (decision 56).
+    """
+    waiting, seen = [*outs], {*inputs}
+    while waiting:
+        x = waiting.pop()
+        if x in seen or isinstance(x.owner, ir.Block):
+            continue
+        op = x.owner
+        seen.update(op.results)
+        waiting += op.operands
+        if op.name == "stablehlo.while":
+            _begin_with_operands(op)
+        elif op.name == "func.call" and (function := _jax.function_called(ctx, op)) not in seen:
+            seen.add(function)
+            block = function.regions[0].blocks[0]
+            waiting += block.operations[len(block.operations) - 1].operands
+
+
+def _begin_with_operands(loop: Any) -> None:
+    filled = {n: ops for n, x in enumerate(loop.operands) if (ops := _from_constant(x))}
+    computed = (x for n, x in enumerate(loop.operands) if n not in filled and not _is_op(x, "stablehlo.constant"))
+    awaited = [x for x in computed if isinstance(x.type, ir.RankedTensorType)]  # not a token
+    if not (filled and awaited):
+        return
+    with ir.InsertionPoint(loop), loop.location:
+        numbers = hlo.OptimizationBarrierOp([*(ops[-1].operands[0] for ops in filled.values()), *awaited]).results
+        for (n, ops), x in zip(filled.items(), numbers, strict=False):
+            for op in reversed(ops):
+                op = op.operation.clone()
+                op.operands[0] = x
+                x = op.results[0]
+            loop.operands[n] = x
+
+
+def _from_constant(x: Any) -> list[Any]:
+    """The operations that make an array of a constant number, last first; empty for any other value."""
+    ops = []
+    while _is_op(x, "stablehlo.broadcast_in_dim", "sdy.sharding_constraint"):
+        ops.append(x.owner)
+        x = x.owner.operands[0]
+    return ops if _is_op(x, "stablehlo.constant") else []
+
+
+def _is_op(x: Any, *names: str) -> bool:
+    return not isinstance(x.owner, ir.Block) and x.owner.name in names
 
 
 def _lower_in_order(as_jax: Callable, ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
