@@ -12,7 +12,6 @@ import jax
 
 from .. import _jax
 from .._jax import Jaxpr, Var
-from .._tree import is_float
 from .blocks import Rowwise
 from .dataflow import variables_of
 from .primitives import INLINED, JIT, REMAT, inner_jaxprs, row_of
@@ -48,23 +47,11 @@ def evaluate(eqns: Sequence[Any], length: int, values: dict[Any, Any]) -> None:
         block = rowwise(eqn, length)
         assert block is not None
         operands = [v.val if isinstance(v, _jax.Literal) else values[v] for v in eqn.invars]
-        if _is_quotient_by_number(eqn):
-            outs = [operands[0] * (1 / operands[1])]
-        elif row_of(eqn).block is None:
+        if row_of(eqn).block is None:
             outs = _evaluate_nested(eqn, length, operands)
         else:
             outs = _jax.bind_equation(eqn, block.params, operands)
         values.update(zip(eqn.outvars, outs, strict=True))
-
-
-def _is_quotient_by_number(eqn: Any) -> bool:
-    """Whether an equation divides an array by a variable number.
-
-    XLA multiplies by the number's reciprocal instead, but not in a loop, where the result would have other bits.
-    """
-    if eqn.primitive.name != "div" or isinstance(eqn.invars[1], _jax.Literal) or not is_float(eqn.invars[1].aval):
-        return False
-    return bool(eqn.invars[0].aval.shape) and not eqn.invars[1].aval.shape
 
 
 # -- calls, and loops over something else than the rows, such as the steps of an iteration ----------------------------

@@ -32,22 +32,23 @@ def flattened(jaxpr: Jaxpr) -> Jaxpr:
         return row_loop(eqn) is not None or (len(inner.eqns) > _FEW and not has_loop(inner))
 
     flat = inline(jaxpr, calls=_CALLS, deep=False, unless=stays)
-    while any(map(_is_decided, flat.eqns)):
-        taken = [_taken_branch(e) if _is_decided(e) else e for e in flat.eqns]
+    while any(taken_branch(e) is not None for e in flat.eqns):
+        taken = [e if (n := taken_branch(e)) is None else _as_call(e, n) for e in flat.eqns]
         flat = _jax.rebuild(flat, invars=flat.invars, outvars=flat.outvars, eqns=taken)
         flat = inline(flat, calls=_CALLS, deep=False, unless=lambda eqn, taken=taken: eqn not in taken and stays(eqn))
     return _jax.with_dropped_results(_without_equal_loops(flat))
 
 
-def _is_decided(eqn: Any) -> bool:
-    """Whether an equation is a branch with a known index, as in `optax.MultiSteps`."""
-    return eqn.primitive.name == "cond" and isinstance(eqn.invars[0], Literal)
+def taken_branch(eqn: Any) -> int | None:
+    """The branch of a `cond` with a known index, as in `optax.MultiSteps`; None for any other equation."""
+    if eqn.primitive.name != "cond" or not isinstance(eqn.invars[0], Literal):
+        return None
+    return min(max(int(eqn.invars[0].val), 0), len(eqn.params["branches"]) - 1)
 
 
-def _taken_branch(eqn: Any) -> Any:
-    branches = eqn.params["branches"]
-    taken = branches[min(max(int(eqn.invars[0].val), 0), len(branches) - 1)]
-    return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": taken}, invars=eqn.invars[1:])
+def _as_call(cond: Any, branch: int) -> Any:
+    params = {"call_jaxpr": cond.params["branches"][branch]}
+    return cond.replace(primitive=closed_call_p, params=params, invars=cond.invars[1:])
 
 
 def _without_equal_loops(jaxpr: Jaxpr) -> Jaxpr:

@@ -21,6 +21,7 @@ from .entering import into_call, into_row_loop, into_scan
 from .fates import Fate, GradientStack
 from .flat import flattened, without_copies
 from .loops import has_loop, row_loop, stacks_of, with_jaxpr
+from .quotients import with_reciprocals
 from .repeated import repeated, with_split_reductions
 
 _RUNS_LOOPS = LOOPS | REMAT | {"statetx_loop", "statetx_linear", "shard_map"}
@@ -65,7 +66,10 @@ class Release:
         opened, consts = _jax.open_jaxpr(jaxpr)
         assert not consts
         placements = dict(zip(opened.invars, self.placements, strict=False))
-        return released(opened, self.overwritable, self, placements)
+        prepared = with_reciprocals(opened)
+        new, stacks = released(prepared, self.overwritable, self, placements)
+        # Where nothing is released, XLA gets the program unchanged.
+        return Released(opened if new is prepared else new, stacks)
 
 
 def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, placements: Mapping[Var, Any]) -> Released:
@@ -88,7 +92,6 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, plac
         if level.has(eqn):
             level.visit(eqn)
     is_changed = options.splits_sums or any(stack.is_released for stack in level.stacks)
-    # Where nothing is released, XLA gets the program unchanged.
     return Released(level.jaxpr() if is_changed else jaxpr, level.stacks)
 
 
