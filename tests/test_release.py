@@ -452,6 +452,27 @@ def test_gradients_that_are_returned_are_named():
     assert "are kept: the program returns them" in step.trace(X).gradients[0]
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("region", ["whole", "none"])
+@pytest.mark.parametrize("logged", [lambda means: means, jnp.linalg.norm], ids=["all", "norm"])
+def test_statistics_of_a_forward_pass_are_no_gradients(region, logged):
+    """Those of batch normalization, of which each layer has some, and a loss of each layer."""
+
+    def run(ws, x):
+        return statetx.scan(lambda x, w: (layer(x, w), jnp.mean(x, 0)), x, ws)
+
+    def loss(ws, x):
+        y, means = (statetx.remat(run) if region == "whole" else run)(ws, x)
+        return jnp.mean(y**2) + jnp.sum(means**2), logged(means)
+
+    def step(ws, x):
+        grads, means = jax.grad(loss, has_aux=True)(ws, x)
+        return ws - 0.1 * grads, means
+
+    (told,) = statetx.jit(step, donate_argnums=0, release_gradients=True).trace(WEIGHTS, X).gradients
+    assert told.startswith("128.0 KiB of gradients of 8 layers") and "are used up" in told
+
+
 def test_a_step_that_releases_can_be_differentiated():
     w = statetx.Param(WEIGHTS.copy())
 

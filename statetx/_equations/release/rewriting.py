@@ -67,12 +67,18 @@ class Release:
         assert not consts
         placements = dict(zip(opened.invars, self.placements, strict=False))
         prepared = with_reciprocals(opened)
-        new, stacks = released(prepared, self.overwritable, self, placements)
+        new, stacks = released(prepared, self.overwritable, self, placements, False)
         # Where nothing is released, XLA gets the program unchanged.
         return Released(opened if new is prepared else new, stacks)
 
 
-def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, placements: Mapping[Var, Any]) -> Released:
+def released(
+    jaxpr: Jaxpr,
+    overwritable: Collection[int],
+    options: Release,
+    placements: Mapping[Var, Any],
+    is_in_backward: bool,
+) -> Released:
     """Move the consumers of stacked results into the loops, at any depth of loops.
 
     Args:
@@ -80,6 +86,7 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, plac
         overwritable: the positions of inputs whose memory an output may take.
         options: of the whole program.
         placements: of inputs (see `devices`); the others are unknown.
+        is_in_backward: whether the jaxpr is of an equation of a backward pass.
     """
     if not has_loop(jaxpr):
         return Released(jaxpr, [])
@@ -87,7 +94,7 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, plac
     if options.splits_sums:
         flat = with_split_sums(flat, {flat.invars[i] for i in overwritable})
     placements = {v: placements.get(old) for old, v in zip(jaxpr.invars, flat.invars, strict=True)}
-    level = _Level(flat, overwritable, options, placements)
+    level = _Level(flat, overwritable, options, placements, is_in_backward)
     for eqn in level.eqns[:]:
         if level.has(eqn):
             level.visit(eqn)
@@ -98,8 +105,15 @@ def released(jaxpr: Jaxpr, overwritable: Collection[int], options: Release, plac
 class _Level:
     """The equations of one jaxpr while consumers move."""
 
-    def __init__(self, jaxpr: Jaxpr, overwritable: Collection[int], options: Release, placements: Mapping[Var, Any]):
-        self._jaxpr, self._options = jaxpr, options
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        overwritable: Collection[int],
+        options: Release,
+        placements: Mapping[Var, Any],
+        is_in_backward: bool,
+    ):
+        self._jaxpr, self._options, self._is_in_backward = jaxpr, options, is_in_backward
         self._placements = with_free_values(jaxpr.eqns, placements)
         self._kept_inputs = {v for i, v in enumerate(jaxpr.invars) if i not in overwritable}
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
@@ -116,8 +130,14 @@ class _Level:
                 self._readers.setdefault(v, []).append(eqn)
         self._ancestors = functools.cache(self._find_ancestors)
 
+    def _is_backward(self, loop: Any) -> bool:
+        """Whether a loop is of a backward pass. Others have no gradients, but statistics, losses or residuals."""
+        scope = _jax.scope(loop)
+        return (self._is_in_backward or "transpose(" in scope) and "rematted_computation" not in scope
+
     def _note(self, loop: Any, stacks: Sequence[Var], fate: Fate, reader: Any = None) -> None:
-        self.stacks += [GradientStack(loop, num_bytes(v.aval), fate, reader, self._weights_like(v)) for v in stacks]
+        new = [GradientStack(loop, num_bytes(v.aval), fate, reader, self._weights_like(v)) for v in stacks]
+        self.stacks += [stack for stack in new if stack.is_released or self._is_backward(loop)]
 
     def _weights_like(self, stack: Var) -> tuple[int, ...]:
         shape_of = lambda v: getattr(v.aval, "shape", None)
@@ -142,7 +162,7 @@ class _Level:
         """
         eqns, stacks = self.eqns, [v for v in outvars if v in self._readers]
         readers = [reader for v in stacks for reader in self._readers[v] if reader.primitive.name in _RUNS_LOOPS]
-        if any(rowwise(reader, length) is None for reader in readers):  # they are no gradients
+        if not self._is_backward(loop) or any(rowwise(reader, length) is None for reader in readers):
             return False
         split = with_split_reductions(eqns, stacks, length)
         if len(split) > len(eqns) and self._releases_all(split, loop):
@@ -151,34 +171,34 @@ class _Level:
         users = self._with_producers(loop, length, self._rowwise_users(loop, length, stacks))
         twice = repeated(split, loop, stacks, users)
         noted = len(self.stacks)
-        if twice is not None and self._releases_all(twice.eqns, twice.first, twice.second):
-            self.stacks[noted:] = [
-                GradientStack(loop, stack.num_bytes, Fate.REPEATED, twice.reader)
-                for stack in self.stacks[noted:]
-                if stack.loop is twice.second
-            ]
+        released_stacks = [] if twice is None else self._releases_all(twice.eqns, twice.first, twice.second)
+        if twice is not None and released_stacks:
+            self.stacks[noted:] = [s._replace(fate=Fate.REPEATED, reader=twice.reader) for s in released_stacks]
             return True
         self._set(eqns)
         return False
 
-    def _releases_all(self, eqns: list[Any], *loops: Any) -> bool:
-        """Release the stacks of loops in these equations; without a note if one is kept."""
-        noted = len(self.stacks)
+    def _releases_all(self, eqns: list[Any], *loops: Any) -> list[GradientStack]:
+        """Release the stacks of loops in these equations, and return those of the last one; none, without a note, if
+        one is kept.
+        """
+        noted = start = len(self.stacks)
         self._set(eqns)
         for loop in loops:
+            start = len(self.stacks)
             self._visit_once(loop)
-        stacks = self.stacks[noted:]
-        if {stack.loop for stack in stacks} >= {*loops} and all(stack.fate is Fate.RELEASED for stack in stacks):
-            return True
-        del self.stacks[noted:]
-        return False
+            if any(not stack.is_released for stack in self.stacks[start:]) or len(self.stacks) == start:
+                del self.stacks[noted:]
+                return []
+        return self.stacks[start:]
 
     def _visit_once(self, eqn: Any) -> None:
         for length, outvars in stacks_of(eqn).items():
             consumers = self._consumers(eqn, length, outvars)
             new = [] if consumers is None else self._moved(eqn, length, consumers)
             if consumers is not None and new:
-                if eqn.primitive.name != "shard_map":  # inside of it they move on, or are kept for another reason
+                # Inside of a region or a shard_map they move on, or are kept for another reason.
+                if eqn.primitive.name not in REMAT | {"shard_map"}:
                     self._note(eqn, consumers.stacks, Fate.RELEASED)
                 gone, position = {eqn, *consumers.eqns}, self._positions[eqn]
                 eqns = [*self.eqns[:position], *new, *self.eqns[position:]]
@@ -209,7 +229,7 @@ class _Level:
         operand_pairs = zip(inner.invars[:end], eqn.invars, strict=False)
         placements = {v: self._placements.get(x) for v, x in operand_pairs if isinstance(x, Var)}
         with _jax.in_shard_maps(eqn):
-            new, stacks = released(inner, overwritable, self._options, placements)
+            new, stacks = released(inner, overwritable, self._options, placements, self._is_backward(eqn))
         # The fate of results that leave a shard_map is noted here.
         positions = {v: i for i, v in enumerate(self._jaxpr.invars)}
         outer = lambda s: tuple([positions[v] for i in s.inputs if (v := eqn.invars[i]) in positions])
