@@ -40,7 +40,8 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Var]:
     origins: dict[Var, Var] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "convert_element_type" and isinstance(v := eqn.invars[0], Var):
-            if v.aval.dtype == eqn.outvars[0].aval.dtype:
+            aval: Any = v.aval
+            if aval.dtype == eqn.params["new_dtype"]:
                 origins[eqn.outvars[0]] = origins.get(v, v)
     return origins
 
@@ -67,7 +68,8 @@ def _rewritten(jaxpr: Jaxpr, readers: collections.Counter[Var]) -> Jaxpr:
     origins, eqns = _origins(jaxpr), []
     readers = readers + collections.Counter({v: readers[origin] for v, origin in origins.items()})
     for eqn in jaxpr.eqns:
-        if _is_quotient_by_number(eqn) and readers[eqn.invars[1]] == 1:
+        number = _divisor(eqn)
+        if number is not None and readers[number] == 1:
             avals = [v.aval for v in eqn.invars]
             product = _jax.stage(
                 lambda x, n: [x * jax.lax.integer_pow(n, -1)], avals, traced_for="jit", name="released"
@@ -91,7 +93,8 @@ def _rewritten_within(eqn: Any, readers: collections.Counter[Var]) -> Any:
     return _jax.map_jaxprs(lambda x: _jax.closed_like(x, new) if _jax.open_jaxpr(x)[0] is inner else x, eqn)
 
 
-def _is_quotient_by_number(eqn: Any) -> bool:
+def _divisor(eqn: Any) -> Var | None:
+    """The number that an equation divides an array by; None for any other equation."""
     if eqn.primitive.name != "div" or isinstance(eqn.invars[1], Literal) or not is_float(eqn.invars[1].aval):
-        return False
-    return bool(eqn.invars[0].aval.shape) and not eqn.invars[1].aval.shape
+        return None
+    return eqn.invars[1] if eqn.invars[0].aval.shape and not eqn.invars[1].aval.shape else None
