@@ -6,9 +6,9 @@ layer alone: the sum of gradients of a batch in parts, or the update of an optim
     carry, ys = scan(step, carry, xs)
     outs = f(ys, others)                  and       carry, outs = scan(step + f, carry, (xs, others))
 
-are equal to the bit: each row has the same operations in the same order. On the right one row of ys exists. A stack
-among `others` that nothing reads later becomes a carry: each turn reads its rows, and overwrites them by rows of an
-output of the same type.
+are equal: each row has the same operations in the same order. On the right one row of ys exists. A stack among `others`
+that nothing reads later becomes a carry: each turn reads its rows, and overwrites them by rows of an output of the same
+type.
 
 The rewriting is for lowering. Its result is not differentiated any more, so calls with rules are inlined.
 """
