@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTE_READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**15)  # a library such as keras has 11,000
 def reads(code: types.CodeType) -> Reads:
     """Read the names off a function's bytecode."""
     variables: list[tuple[str, ...]] = []
@@ -162,11 +162,11 @@ def _through_modules(content: Any, path: str, attributes: Sequence[str]) -> Chil
     yield "" if type(content) is types.FunctionType else path, content
 
 
-def module_children(module: types.ModuleType, names: Iterable[str]) -> Children:
-    """The variables of a module that have one of these names; none for modules that hold no states of a user."""
+def module_children(module: types.ModuleType, names: Set[str]) -> Children:
+    """The variables of a module that have one of these names, sorted; none of modules without states of a user."""
     if not is_base(module.__name__):
         variables = vars(module)
-        yield from [(name, variables[name]) for name in names if name in variables]
+        yield from [(name, variables[name]) for name in sorted(names & variables.keys())]
 
 
 def names_in_bases(cls: type, names: Set[str]) -> set[str]:

@@ -120,7 +120,7 @@ class Walk:
                 if id(method) not in self._seen and self._may_run(name):
                     yield path, iter([("", method)])
         for path, module in list(self._modules):
-            for name, content in module_children(module, sorted(self._names)):
+            for name, content in module_children(module, self._names):
                 if id(content) not in self._seen and has_parts(content):
                     yield path, iter([("" if isinstance(content, types.FunctionType) else name, content)])
 
