@@ -19,6 +19,7 @@ from flax import nnx
 
 import statetx
 from statetx._equations.structure import Body
+from statetx._objects.walk import Walk
 from statetx._verify import same
 from statetx._verify.functions import plain
 from statetx._verify.values import Recording, first_values
@@ -780,3 +781,12 @@ def test_writes_that_jax_jit_loses_are_not_in_its_results():
     assert_same_step(jax.jit(step), jax.jit(step), *call)
     with pytest.raises(AssertionError, match="1 in place of 0"):
         assert_same_step(jax.jit(step), statetx.jit(step), *call)
+
+
+def test_a_step_that_creates_no_state_is_walked_once_a_run(monkeypatch):
+    """A walk over what a method of keras reaches takes seconds."""
+    walks = []
+    beyond = Walk.beyond
+    monkeypatch.setattr(Walk, "beyond", lambda walk: walks.append(walk) or beyond(walk))
+    assert_same_step(jnp.sin, jnp.sin, jnp.ones(2), steps=2)
+    assert len(walks) == 2 + 2 * 2

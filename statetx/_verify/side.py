@@ -90,7 +90,8 @@ class Side:
                 e.add_note(f"Raised while statetx compared {self.name} with another step; all states are as before.")
                 raise
             created = self._created_states()
-        if new_states := {path: x for path, x in self._new(self.fun).items() if not has_no_value(x)}:
+        left = self._new(self.fun) if created else {}
+        if new_states := {path: x for path, x in left.items() if not has_no_value(x)}:
             raise FunctionError(
                 f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
                 f"{next(iter(new_states))!r}, so there is nothing to begin both from.\nFix: create the state outside, "
@@ -109,8 +110,8 @@ class Side:
 
     def _created_states(self) -> dict[str, Any]:
         """The states that a call has created, by the path from the reference where that has them, too."""
-        of_reference = {id(state): path for path, state in self._new(self._reference).items()}
         new = self._new(self.fun)
+        of_reference = {id(state): path for path, state in self._new(self._reference).items()} if new else {}
         self._created = {path: of_reference.get(id(state), path) for path, state in new.items()}
         return {self._created[path]: state for path, state in new.items()}
 
