@@ -91,6 +91,19 @@ def test_the_body_of_a_loop_with_a_policy_takes_what_it_takes_by_hand(scan):
     assert nothing.peak_bytes < cost.peak_bytes < plain.peak_bytes and nothing.flops > cost.flops > plain.flops
 
 
+def test_a_policy_that_is_tried_gives_no_warning():
+    """It saves all that this body computes; nobody has written it."""
+
+    def step(*args):
+        loss = lambda v, w, x: jax.lax.scan(lambda x, vw: ((x @ vw[0]) @ vw[1], None), x, (v, w))[0].sum()
+        return jax.grad(loss, (0, 1))(*args)
+
+    args = jnp.ones((300, 8, 8)), jnp.ones((300, 8, 8)), jnp.ones((64, 8))
+    tried = candidates(statetx.memory_profile(step, *args), to_try=True)
+    (loop,) = {c.edit.loop for c in tried if isinstance(c.edit, Checkpoint)}
+    cost_of(step, args, Checkpoint(loop, policy="dots_without_batch_dims"))
+
+
 @pytest.mark.slow
 def test_a_loop_gets_the_number_with_which_it_fits():
     step = recurrent(jax.lax.scan)

@@ -207,16 +207,16 @@ class GradientOrder:
 # instead.
 
 
-def rewritten_by(rewriter: Rewriter) -> contextlib.AbstractContextManager[None]:
-    """Rewrite each function that is differentiated in reverse mode in this block and thread; those inside of one by
-    `Rewriter.inner`.
+def rewritten_by(rewriter: Rewriter, **settings: Any) -> contextlib.AbstractContextManager[None]:
+    """Rewrite each function that is differentiated in reverse mode in this block and thread, with other `settings`;
+    those inside of one by `Rewriter.inner`.
 
     An observer around the block sees them, too.
     """
     observer = rewriter if isinstance(rewriter, Observer) else override.observer
     if observer is not None and observer is not rewriter:
         rewriter = Observed(rewriter, observer)
-    return override.rewrite_gradients(rewriter, gradient_order=GradientOrder(), observer=observer)
+    return override.rewrite_gradients(rewriter, gradient_order=GradientOrder(), observer=observer, **settings)
 
 
 def unobserved(rewriter: Rewriter | None = None) -> contextlib.AbstractContextManager[None]:

@@ -190,14 +190,14 @@ class Trials:
         donated = {*arrays.donated, *(i for i, name in enumerate(arrays.names) if name in donated_names)}
         run, args = arrays.run, arrays.arrays
         if AsArguments() in edits:
-            with rewritten_by(rewriter):
+            with rewritten_by(rewriter, suppress_warnings=True):
                 jaxpr, constants = captured(run, args)
             self._captured = constants
             if not constants:
                 raise NotTried("the step closes over no array")
             donated, args = {i + len(constants) for i in donated}, [*map(_jax.abstract, constants), *args]
             run = lambda *xs: _jax.evaluate(jaxpr, (), xs)
-        with rewritten_by(rewriter):
+        with rewritten_by(rewriter, suppress_warnings=True):
             options = full_device_options() | one_thread_options()
             program = Program(run, args, options, sorted(donated), estimates=True)
         if InOrder() in edits:
@@ -217,7 +217,7 @@ class Trials:
             for i, x in zip(self._arrays.inputs, self._arrays.arrays, strict=True)
         ]  # fmt: skip
         try:
-            with rewritten_by(rewriter):
+            with rewritten_by(rewriter, suppress_warnings=True):
                 self._rewrite(rewriter, of_part)
         except UnresolvedError:
             raise
