@@ -11,7 +11,7 @@ BEGIN, END = "<!-- drawn by tests/code_map.py -->\n", "<!-- end -->\n"
 TIERS = """
 _typing
 _errors
-_text _atomic _positions _largest _environment _hooks
+_text _atomic _cached _positions _largest _environment _hooks
 _unfinished
 _files _records _tables _spinner _blocks
 _targets

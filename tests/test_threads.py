@@ -21,7 +21,7 @@ from libraries import Variable
 
 import statetx
 from helpers import Counted, assert_close, in_thread
-from statetx import _frames, _jax, _states
+from statetx import _frames, _jax, _states, policies
 from statetx.kinds import nnx as nnx_kind
 from statetx.kinds.brainstate import observe
 
@@ -915,3 +915,25 @@ def test_child_of_a_fork_has_the_states_that_another_thread_held(make):
             assert state.value == 2.0 and not any(frame.is_open for frame in frames)
         finally:
             go_on.set()
+
+
+def test_a_derivative_rule_waits_for_another_thread():
+    """While `remat` looks for the values that its policy names, it runs the rules."""
+    policy, finished = policies.primitives("sin"), []
+
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    @sine.defjvp
+    def _(primals, tangents):
+        thread = threading.Thread(
+            target=statetx.grad(statetx.remat(lambda x: jnp.cos(jnp.sin(x)), policy=policy)), args=(1.0,)
+        )
+        thread.start()
+        thread.join(timeout=5)
+        finished.append(not thread.is_alive())
+        return sine(*primals), jnp.cos(*primals) * tangents[0]
+
+    statetx.grad(statetx.remat(lambda x: jnp.cos(jnp.sin(sine(x))), policy=policy))(1.0)
+    assert finished and all(finished)

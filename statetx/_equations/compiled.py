@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 
 from .. import _jax
 from .._atomic import new_lock
+from .._cached import cached_property
 from .._jax import Jaxpr, Literal
 from .._tables import Cell, Column, Table
 from .._targets import current
@@ -140,8 +140,7 @@ class Program:
         read = _jax.read_variables(jaxpr)
         self._read_bytes = num_bytes([v.aval for v in jaxpr.invars if v in read])
         self.compiler_options = compiler_options
-        # Not `functools.cached_property`: up to Python 3.11 it has one lock for all programs, and threads would compile
-        # one after another.
+        # Unlike a `cached_property`, one thread compiles and the others wait.
         self._lock = new_lock()
         self._compiled: Any = None
         self._cost: Cost | None = None
@@ -166,7 +165,7 @@ class Program:
                 self._compiled = compile_to_measure(self.lowered, self.compiler_options)
             return self._compiled
 
-    @functools.cached_property
+    @cached_property
     def cost_on_device(self) -> Cost:
         """The cost with the operations of one device."""
         return dataclasses.replace(self.cost, flops=count(self._jaxpr, _jax.num_parts_of(self.lowered)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from .. import _jax
+from .._cached import cached_property
 from .._jax import Jaxpr, Literal
 from .primitives import JIT, REMAT, TABLE
 
@@ -120,7 +120,7 @@ class _Scope:
             self.arrays.append(array)
         return var
 
-    @functools.cached_property
+    @cached_property
     def _defined(self) -> set[Any]:
         return {*self._jaxpr.constvars, *self._jaxpr.invars, *(v for eqn in self._jaxpr.eqns for v in eqn.outvars)}
 

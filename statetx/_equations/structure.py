@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -28,6 +27,7 @@ from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_
 
 from .. import _jax
 from .._atomic import locked, new_lock
+from .._cached import cached_property
 from .._jax import Jaxpr, Literal
 from .._targets import current
 from .._tree import Identity, freeze
@@ -56,7 +56,7 @@ class Body:
         """Make a body of a jaxpr with constants, which become its operands."""
         return cls(*hoist(jaxpr, consts))
 
-    @functools.cached_property
+    @cached_property
     def key(self) -> Structure:
         return Structure(self.jaxpr)
 
@@ -88,7 +88,7 @@ class Structure:
         # hashes agree.
         self._hash = hash((tuple([e.primitive for e in jaxpr.eqns]), tuple([v.aval for v in jaxpr.invars])))
 
-    @functools.cached_property
+    @cached_property
     def is_incomparable(self) -> bool:
         """Whether it equals no other structure. Only functions in equations are checked: they may hold the user's
         values.
@@ -105,7 +105,7 @@ class Structure:
             return True
         return False
 
-    @functools.cached_property
+    @cached_property
     def _parts(self) -> tuple | None:
         try:
             parts = _structure(self._jaxpr)

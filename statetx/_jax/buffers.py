@@ -9,13 +9,14 @@ fails when one of them is missing or has another meaning.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+from .._cached import cached_property
 
 Place = tuple[int, tuple[int, ...]]
 """An instruction, and an index into its result if that is a tuple."""
@@ -46,11 +47,11 @@ class Instruction:
         self.operands = _ints(fields.get(_InstructionFields.OPERANDS, ()))
         self.called = _ints(fields.get(_InstructionFields.CALLED, ()))
 
-    @functools.cached_property
+    @cached_property
     def name(self) -> str:
         return _text(self._fields, _InstructionFields.NAME)
 
-    @functools.cached_property
+    @cached_property
     def type(self) -> Any:
         return _type(_message(self._fields[_InstructionFields.SHAPE][0]))
 
@@ -59,12 +60,12 @@ class Instruction:
         field = _InstructionFields.PARAMETER if self.opcode == "parameter" else _InstructionFields.TUPLE_INDEX
         return _int(self._fields, field)
 
-    @functools.cached_property
+    @cached_property
     def _metadata(self) -> _Fields:
         messages = self._fields.get(_InstructionFields.METADATA)
         return _message(messages[0]) if messages else _Fields(list)
 
-    @functools.cached_property
+    @cached_property
     def op_name(self) -> str:
         return _text(self._metadata, 2)
 

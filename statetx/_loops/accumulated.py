@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.release.devices import ANYWHERE
 from .._equations.release.rewriting import Release
 from .._equations.structure import Body
@@ -123,7 +124,7 @@ class TurnsAgain(DifferentiableLoop):
         loop = composed.linearized(tuple(tangents)) if is_linearized else composed.unchanged
         return jvp_of(loop, ([*wide, *constants], carry, xs), tangents)
 
-    @functools.cached_property
+    @cached_property
     def _is_by_rules(self) -> bool:
         if not _jax.has_rules(self.body):
             return False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.dataflow import needed_equations
 from .._equations.inline import inline
 from .._equations.primitives import FUSED, INLINED, JIT, REMAT, count, flops, inner_jaxprs, row_of
@@ -98,7 +98,7 @@ class BackwardStep:
         leaves, self._treedef = jax.tree.flatten(pull)
         return [*last, *leaves]
 
-    @functools.cached_property
+    @cached_property
     def flops(self) -> int:
         """Operations of the backward part."""
         step, carry = self._step, self._diff[1]
@@ -108,7 +108,7 @@ class BackwardStep:
         run = lambda *values: jax.tree.leaves(self.backward(*treedef.unflatten(values)))
         return count(_jax.stage(run, leaves, traced_for="scan", name=f"{step.name}, backward")[0])
 
-    @functools.cached_property
+    @cached_property
     def rerun(self) -> float:
         """Share of the step, by operations, that the backward part runs again because of the step's policy."""
         step = self._step

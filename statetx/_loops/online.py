@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.structure import Body
 from .._positions import replaced
 from .._tree import is_float
@@ -171,7 +172,7 @@ class OnlineLoop:
         self.reversal = functools.cache(self._make_reversal)
         self._floats = [i for i, a in enumerate(step.avals) if is_float(a)]
 
-    @functools.cached_property
+    @cached_property
     def _memory(self) -> SlotMemory:
         # The first carry, which need not be 0 or 1 where those after a step are, always is in row 0.
         return SlotMemory(self.slots, self.step.rows)

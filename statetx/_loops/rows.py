@@ -9,7 +9,6 @@ caller's array.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._cached import cached_property
 from .._remat.stored import StoredType
 from .._tree import is_key, num_bytes
 
@@ -65,7 +65,7 @@ class CarryRow:
         self.format = None if format is None or not format.shrinks(aval) else format
         self.is_exact_first = is_exact_first or aval.dtype == bool
 
-    @functools.cached_property
+    @cached_property
     def stored(self) -> Any:
         """The type of the stored leaf."""
         return self.aval if self.format is None else _type_of(self.format.encode, self.aval)

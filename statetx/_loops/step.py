@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.structure import Body
 from .._lift.staged import as_types
 from .._remat import decide
@@ -98,7 +98,7 @@ class LoopStep:
         """The step with its saved values marked, for a region that saves them."""
         return self._split(_jax.evaluate(self.marked[0], (), [*constants, *carry, *x]))
 
-    @functools.cached_property
+    @cached_property
     def marked(self) -> tuple[Any, Any]:
         """The body with its saved values marked, and JAX's policy for the marks."""
         if self.marks is not None:
@@ -106,14 +106,14 @@ class LoopStep:
         jaxpr = self.body.jaxpr
         return (jaxpr, None) if self.policy is None else decide.apply(self.policy, jaxpr, (), self.name)
 
-    @functools.cached_property
+    @cached_property
     def carry_formats(self) -> list[StoredType | None]:
         """Exact format that the policy asks for, for each leaf of the carry; None for none."""
         if self.formats is not None:
             return list(self.formats)
         return decide.carry_formats(self.policy, self.body.jaxpr, self.num_carry)
 
-    @functools.cached_property
+    @cached_property
     def rows(self) -> list[CarryRow]:
         """Rows that store the leaves of the carry."""
         leaves = enumerate(zip(self.avals, self.carry_formats, strict=True))

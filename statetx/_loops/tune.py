@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.primitives import REMAT
 from .._errors import PolicyError
 from .._largest import largest_within
@@ -244,7 +244,7 @@ class Sized(DifferentiableLoop):
             self._say(chosen, lengths)
         return chosen
 
-    @functools.cached_property
+    @cached_property
     def measured_step(self) -> LoopStep:  # type: ignore[override]
         """The step with loops that are not logged: they are not yet decided."""
         return self._with_limit(self.strategy.allowed) if isinstance(self.strategy, Auto) else self.step

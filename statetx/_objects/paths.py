@@ -18,6 +18,7 @@ from typing import Any, Never, TypeVar, overload
 import jax
 
 from .. import _states
+from .._cached import cached_property
 from .._errors import StateFilterError
 from .._text import brief, counted, suggestion, type_str
 from .._tree import is_array, is_array_or_number
@@ -215,11 +216,11 @@ class Paths:
         self._fun = fun
         self._arguments = (tuple(args), dict(kwargs or {}))
 
-    @functools.cached_property
+    @cached_property
     def _walk(self) -> Walk:
         return Walk()
 
-    @functools.cached_property
+    @cached_property
     def held(self) -> dict[str, Any]:
         """The states that the function and its arguments hold or read by name."""
         pairs = [
@@ -228,7 +229,7 @@ class Paths:
         ]
         return dict(itertools.chain(*pairs, self._walk.held(self._fun)))
 
-    @functools.cached_property
+    @cached_property
     def beyond(self) -> dict[str, Any]:
         """Further states that the call may touch: read by methods and their helpers, or referred to weakly."""
         # `held` is read for its effect: `beyond` continues the same walk, and must come second.
@@ -238,7 +239,7 @@ class Paths:
         """Every state that the call can reach, by path."""
         return self.held | self.beyond
 
-    @functools.cached_property
+    @cached_property
     def _by_state(self) -> dict[int, str]:
         return {id(state): path for path, state in self.items().items()}
 

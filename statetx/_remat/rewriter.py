@@ -4,13 +4,13 @@ a plan.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.structure import Body
 from .._errors import PolicyError
 from .._jax import ArrayFunction
@@ -41,7 +41,7 @@ class Rewriter:
     is_used_once = False
     keeps_order = False
 
-    @functools.cached_property  # not a property: some set it
+    @cached_property  # not a property: some set it
     def inner(self) -> Rewriter | None:
         return None
 

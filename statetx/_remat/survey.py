@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .. import _frames, _jax
+from .._cached import cached_property
 from .._equations.primitives import CALLS, ENTERED, inner_jaxprs, row_of
 from .._jax import Jaxpr, Literal
 from .policy import StateRef, Value
@@ -102,7 +103,7 @@ class Survey:
         self._order = 0
         self._visit(jaxpr, inputs, out_names, times, address)
 
-    @functools.cached_property
+    @cached_property
     def all_sites(self) -> list[Site]:
         """`sites`, and the sites of the rules."""
         return [*self.sites, *(site for rule in self.rules.values() for site in rule.survey.sites)]
@@ -236,7 +237,7 @@ class SurveyedRule:
     names: Sequence[frozenset[str]]
     times: int
 
-    @functools.cached_property
+    @cached_property
     def survey(self) -> Survey:
         """The survey of the rule with all operands differentiated; empty if the rule raises."""
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
+from .._cached import cached_property
 from .._errors import CheckpointError, EffectError
 from .._lift.staged import as_types, to_key_data, to_keys
 from .._objects.code import code_of
@@ -143,7 +143,7 @@ class SegmentedRun:
             store.write(name, [np.frombuffer(json.dumps(facts).encode(), np.uint8)])
             store.flush()
 
-    @functools.cached_property
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """Everything that the results depend on, by its name in messages."""
         kinds = {"constant": self.constants, "carry or state": self.init, "xs": self.xs}

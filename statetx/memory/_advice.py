@@ -7,9 +7,9 @@ program otherwise.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
+from .._cached import cached_property
 from ._advice_inputs import constants, donations, order, releases
 from ._advice_loops import bodies, checkpoints
 from ._advice_parts import in_parts, rows
@@ -25,13 +25,13 @@ _MOST_TRIED = 4  # of such functions
 class AdvisedTimeline(Timeline):
     """A timeline with changes that would lower its peak, for the views."""
 
-    @functools.cached_property
+    @cached_property
     def changes(self) -> tuple[Change, ...]:
         """The changes that are worth it, the largest saving first; of two with the same target the better one."""
         changes = (c.change for c in candidates(self))
         return tuple(sorted(changes, key=lambda c: (-c.saved_bytes, c.action, c.owner)))
 
-    @functools.cached_property
+    @cached_property
     def at_peak(self) -> tuple[Group, ...]:
         """Buffers alive at the peak, grouped by kind, owner and line, the largest group first; of each the cheapest
         change that frees at least half of it.

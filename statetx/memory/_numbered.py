@@ -24,6 +24,7 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.structure import Body, table
 from .._jax import Literal
 from ..residuals._trace import TracedCall, is_library
@@ -80,7 +81,7 @@ class _Function:
     def __init__(self, code: CodeType):
         self._code = code
 
-    @functools.cached_property
+    @cached_property
     def name(self) -> str:
         """The name and the line of the definition; empty for a function of a library, or for a generator, which other
         calls interrupt.
@@ -97,7 +98,7 @@ class _Function:
         """Whether the code of another one is in it: a lambda or an inner function, that a library may call for it."""
         return any(x is other._code for x in self._code.co_consts)
 
-    @functools.cached_property
+    @cached_property
     def _loops(self) -> list[tuple[int, int]]:
         """The first and the last instruction of each loop: a jump backward, but not from the handler of an exception,
         which may be behind all other code.

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.compiled import Cost, Program
 from .._equations.compiler import COMPILER_ERRORS, full_device_options, is_out_of_memory, one_thread_options
 from .._equations.dataflow import variables_of
@@ -117,7 +118,7 @@ class Trials:
         """Reason why the program with these edits was not compiled."""
         return str(self._costs.get(frozenset(edits), "the time was over"))
 
-    @functools.cached_property
+    @cached_property
     def flops(self) -> int:
         """The operations of the unchanged program."""
         if self._gradient:

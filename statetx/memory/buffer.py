@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections import defaultdict
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .._cached import cached_property
 from .._equations.dataflow import alive_bytes
 from .._jax import StackFrame
 from .._text import short_path
@@ -224,7 +224,7 @@ class Timeline:
         """Bytes that the program reserves: arguments, outputs without those that reuse arguments, and temporaries."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
-    @functools.cached_property
+    @cached_property
     def timeline(self) -> np.ndarray:
         """Bytes alive at each step, without constants: ``int64[len(steps)]``. Memory that two buffers share counts
         once.
@@ -237,7 +237,7 @@ class Timeline:
     def _counted(self) -> list[Buffer]:
         return [b for b in self.buffers if b.kind != "constant"]
 
-    @functools.cached_property
+    @cached_property
     def replacements(self) -> list[tuple[Buffer, Buffer, int]]:
         """Pairs of buffers where the second is written over the first, in the last step of the first, and the bytes
         that both have then; without constants.
@@ -253,7 +253,7 @@ class Timeline:
                     pairs.append((a, b, shared))
         return pairs
 
-    @functools.cached_property
+    @cached_property
     def peak_step(self) -> int:
         """The first step at which most bytes are alive: an index into `steps`."""
         return int(np.argmax(self.timeline)) if len(self.steps) else 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated, Any
 
 from .. import _records
+from .._cached import cached_property
 from .._errors import PlanError
 from .._jax import Jaxpr
 from .._records import Check, flag, many, metadata, one_of, optional, real, record, row, text, whole
@@ -220,7 +220,7 @@ class PlanData:
             vars(self)["shown"] = shown  # lets go of the equations that it was found in
         return shown
 
-    @functools.cached_property
+    @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
         return tuple(sorted(self._found_lines().rows, key=PlanRow.rank))
 
@@ -232,7 +232,7 @@ class PlanData:
     def loops(self) -> tuple[str, ...]:
         return self._found_lines().loops
 
-    @functools.cached_property
+    @cached_property
     def inner(self) -> InnerGradients | None:
         return None if self.variant is None else InnerGradients(self.variant)
 

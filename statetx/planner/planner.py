@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from .. import _jax, _states
+from .._cached import cached_property
 from .._errors import PlanError, PolicyWarning
 from .._lift.options import check_flags, notes_shapes
 from .._lift.wrapper import check_callable, name_of, short_name
@@ -172,7 +172,7 @@ class ProgramPlanner:
         with current.kept(self.target), self.captured.context.bind_axes():
             yield
 
-    @functools.cached_property
+    @cached_property
     def _searches(self) -> list[ProgramSearch]:
         """For programs with these results; last the one without rematerialization of inner gradients.
 

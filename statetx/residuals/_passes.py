@@ -6,12 +6,12 @@ additional outputs.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import _jax
+from .._cached import cached_property
 from .._equations.differentiate import backward_pass, forward_pass
 from .._equations.inline import inline
 from .._equations.primitives import INLINED, REMAT
@@ -82,7 +82,7 @@ class Passes:
         """The leaves of the pullback: variables of `forward`, or literals."""
         return self.forward.outvars[self.num_out :]
 
-    @functools.cached_property
+    @cached_property
     def backward(self) -> Jaxpr:
         """Equations of the backward pass: rematerialized regions and loops whole, other calls inlined."""
         avals = [v.aval for v in self.residuals], [v.aval for v in self.forward.outvars[: self.num_out]]

@@ -86,7 +86,7 @@ def remat(
 
     Works as ``@remat``, ``@remat(policy=...)`` and ``remat(f)``, on functions, methods in a class body, bound
     methods, callable objects, partials, lambdas and classes, above or below ``@staticmethod``, ``@classmethod``,
-    ``@property``, ``@functools.cached_property`` and ``functools.partialmethod``. If nothing is traced, ``remat(f)(x)``
+    ``@property``, ``@cached_property`` and ``functools.partialmethod``. If nothing is traced, ``remat(f)(x)``
     runs ``f(x)``.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from jax.extend.core.primitives import closed_call_p
 
 from ... import _frames, _jax
+from ..._cached import cached_property
 from ..._equations.dataflow import free_variables, needed_equations, variables_of
 from ..._equations.inline import inline
 from ..._equations.primitives import JIT, REMAT, row_of
@@ -190,7 +190,7 @@ class Flat:
         bit_carries = {n: inputs[num_constants + n] for n in range(num_carry) if outs[n]}
         return Part(body, eqn.invars, eqn.outvars, eqn, bit_carries=bit_carries)
 
-    @functools.cached_property
+    @cached_property
     def _is_bits(self) -> Callable[[Atom], bool]:
         """Whether a variable is proved to be 0 or 1."""
         return reader(self.jaxpr)

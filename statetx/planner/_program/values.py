@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _jax
+from ..._cached import cached_property
 from ..._equations.dataflow import needed_equations
 from ..._equations.differentiate import backward_pass, forward_pass
 from ..._equations.inline import inline
@@ -263,19 +264,19 @@ class ForwardPass:
         """The variables of the region's inputs, in order."""
         return list(self.jaxpr.invars[self.num_constants :])
 
-    @functools.cached_property
+    @cached_property
     def residuals(self) -> set[Var]:
         """The variables that the backward pass reads, inputs among them."""
         return {v for v in self.jaxpr.outvars[self.num_outs :] if isinstance(v, Var)}
 
-    @functools.cached_property
+    @cached_property
     def computed_residuals(self) -> list[Var]:
         """The distinct residuals that are not inputs, in order."""
         inputs = set(self.jaxpr.invars)
         atoms = self.jaxpr.outvars[self.num_outs :]
         return list({v: None for v in atoms if not isinstance(v, Literal) and v not in inputs})
 
-    @functools.cached_property
+    @cached_property
     def producer(self) -> dict[Var, Eqn]:
         """The equation that computes each variable."""
         return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from ... import _jax
+from ..._cached import cached_property
 from ..._equations.compiled import Cost, Program
 from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._equations.inline import inline
@@ -229,7 +229,7 @@ class Baseline:
         run = repetition(program) if is_long(program) else None
         self._shorter = None if run is None else Shorter(program, run, self._short_program)
 
-    @functools.cached_property
+    @cached_property
     def _program(self) -> Program:
         return self.program_of(self._jaxpr, fast_compile_options())
 
@@ -242,7 +242,7 @@ class Baseline:
         short = None if self._shorter is None else self._shorter.flops
         return self._program.flops if short is None else short
 
-    @functools.cached_property
+    @cached_property
     def flops_without_remat(self) -> int:
         """Operations with all rematerialized functions inlined. `flops` includes recomputation within branches and
         nested loops, which plans leave.
@@ -250,13 +250,13 @@ class Baseline:
         jaxpr = self.jaxpr_without_remat
         return self.flops if jaxpr is self._jaxpr else self.program_of(jaxpr, fast_compile_options()).flops
 
-    @functools.cached_property
+    @cached_property
     def jaxpr_without_remat(self) -> Jaxpr:
         """The program with rematerialized functions inlined at any depth."""
         has_remat = any(eqn.primitive.name in REMAT for eqn in _jax.equations_in(self._jaxpr))
         return inline(self._jaxpr, calls=REMAT) if has_remat else self._jaxpr
 
-    @functools.cached_property
+    @cached_property
     def extrapolated(self) -> Cost | None:
         """The cost of a long program, by shorter versions; None if it is not long, or not linear."""
         if self._shorter is None:
@@ -279,7 +279,7 @@ class Baseline:
         if self._shorter is None:
             _ = self._compiling
 
-    @functools.cached_property
+    @cached_property
     def _compiling(self) -> concurrent.futures.Future[Cost]:
         # While Python analyzes the regions: for a large program this compilation takes longest, since the whole is one
         # region. Traced here: the thread only compiles.
@@ -334,7 +334,7 @@ class Shorter:
         self._programs = [program_of(_shortened(program.jaxpr, run, count)) for count in _COUNTS]
         self._costs = _in_thread(lambda: [program.cost for program in self._programs])
 
-    @functools.cached_property
+    @cached_property
     def flops(self) -> int | None:
         """Operations of the whole program; None if they are not linear."""
         first, second, third = (program.flops for program in self._programs)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ... import _jax
+from ..._cached import cached_property
 from ..._equations.compiled import Cost, Program, donated_inputs
 from ..._equations.release.loops import has_loop
 from ..._equations.release.program import repeated_flops
@@ -77,7 +78,7 @@ class CapturedStep:
         with self._outside(), contextlib.nullcontext() if self.treatment is None else self.treatment.around():
             return _record(self.fun, self.args, self.kwargs, Replace(programs, self.inner))
 
-    @functools.cached_property
+    @cached_property
     def program(self) -> Recorded:
         """The whole step, with its gradients as the user wrote them."""
         return self.with_gradients({})
@@ -128,12 +129,12 @@ class Captured:
         step = self.step.with_gradients(self._by_key(programs)) if programs else self.step.program
         return released(step.jaxpr)
 
-    @functools.cached_property
+    @cached_property
     def released_bytes(self) -> int:
         """Bytes of the gradients that the step releases without a plan."""
         return self.released(())["released_bytes"]
 
-    @functools.cached_property
+    @cached_property
     def repeated_flops(self) -> int:
         """Operations of the loops that run twice."""
         return repeated_flops(self.step.program.jaxpr) if self.step and self.step.treatment else 0
@@ -179,7 +180,7 @@ class Captured:
         program = self.gradients[0] if self.step is None else self.step.outline
         return num_bytes(list(program.constants.values()))
 
-    @functools.cached_property
+    @cached_property
     def fixed(self) -> Cost:
         """The bytes of arguments and outputs, by their types: an estimate, which the compiled program corrects."""
         program = self.gradients[0] if self.step is None else self.step.program

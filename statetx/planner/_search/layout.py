@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ..._cached import cached_property
 from ..._jax import Jaxpr
 from ..._lift.context import device_bytes
 from ..._tree import is_float
@@ -77,7 +77,7 @@ class Choice:
     def cost(self) -> float:
         return sum(option.cost for option in self.options)
 
-    @functools.cached_property
+    @cached_property
     def in_use(self) -> list[int]:
         """The bytes in use during the backward pass of each region: the values that regions before it computed for
         regions after them, `Region.cotangent_bytes`, the values saved so far, and its own. A value that only later

@@ -9,10 +9,10 @@ at the same time. Gradients of one function, for several parts of a batch, have 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from ..._cached import cached_property
 from ..._equations.compiled import Cost, Program
 from ..._equations.compiler import candidate_options, fast_compile_options
 from ..._errors import PlanError
@@ -48,7 +48,7 @@ class PlannedProgram:
     waits: Waits
     unplanned_cost: float
 
-    @functools.cached_property
+    @cached_property
     def compiled(self) -> Cost:
         """The costs of the compiled program."""
         is_alone = self.captured.num_taken == 1  # its candidates are compiled in the program
@@ -308,7 +308,7 @@ class ProgramSearch:
 
     # -- the program without rematerialization ---------------------------------------------------------------------
 
-    @functools.cached_property
+    @cached_property
     def _baseline(self) -> PlannedProgram:
         return self._together(self._each(lambda search: search.candidates.compile_baseline()))
 
@@ -324,7 +324,7 @@ class ProgramSearch:
             return self._baseline.temp_bytes
         return int(max(self._each(lambda search: search.candidates.unplanned_bytes)) + self._besides())
 
-    @functools.cached_property
+    @cached_property
     def unplanned_flops(self) -> int:
         if self._alone is not None:
             return self._alone.baseline.flops_without_remat

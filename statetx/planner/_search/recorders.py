@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _jax
+from ..._cached import cached_property
 from ..._equations.compiled import Program
 from ..._equations.differentiate import with_pullback
 from ..._equations.structure import Body
@@ -47,22 +47,22 @@ class Recorded:
     context: TraceContext
     constants: Mapping[int, Any] = dataclasses.field(default_factory=dict[int, Any])
 
-    @functools.cached_property
+    @cached_property
     def flat(self) -> Jaxpr:
         """The program without inner jits."""
         return flatten(self.jaxpr)
 
-    @functools.cached_property
+    @cached_property
     def lines(self) -> tuple[str, ...]:
         """The lines of the equations."""
         return self.key[:-1]
 
-    @functools.cached_property
+    @cached_property
     def key(self) -> tuple[str, ...]:
         """The lines, with the program's outputs."""
         return lines_of(self.flat)
 
-    @functools.cached_property
+    @cached_property
     def stored(self) -> tuple[Any, ...]:
         """Values that the key of a stored plan depends on."""
         with self.context.bind_axes():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ... import _jax
+from ..._cached import cached_property
 from ..._equations.compiled import Cost
 from ..._equations.compiler import estimate_options
 from ..._equations.primitives import flops
@@ -226,7 +226,7 @@ class Search:
         self._measure_blocks()
         return self.candidates.best(budget) is None
 
-    @functools.cached_property
+    @cached_property
     def undivided(self) -> tuple[Eqn, int] | None:
         """The equation of `Lattice.undivided`, and the temporary bytes of its backward pass, compiled on its own."""
         region = self.lattice.undivided()
@@ -294,7 +294,7 @@ class Search:
         excess = math.log(predicted / max(budget, 1)) / error
         return 1 / (1 + math.exp(min(excess, 700.0)))  # logistic: some errors are large
 
-    @functools.cached_property
+    @cached_property
     def _high_cost(self) -> float:
         return max(*(choice.cost for choice in self._stock.values()), self._forward_cost)
 

@@ -4,11 +4,11 @@ measurements.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..._cached import cached_property
 from ..._equations.compiled import Program, compile_together
 from .graph import Graph
 from .treatment import Decision, Expand, Option, Saved, pareto_front
@@ -51,36 +51,36 @@ class Front:
         self._compiled = {} if compiled is None else compiled
         self.is_free = graph is None and self.steps[:1] == [FREE]
 
-    @functools.cached_property
+    @cached_property
     def _modeled_steps(self) -> list[Option]:
         return list(self._find_steps())
 
     # These change with a measurement.
 
-    @functools.cached_property
+    @cached_property
     def steps(self) -> list[Option]:
         return self._corrected(self._modeled_steps)
 
-    @functools.cached_property
+    @cached_property
     def baseline(self) -> Option:
         return self._expand(self.steps[:1])[0]
 
-    @functools.cached_property
+    @cached_property
     def stock(self) -> list[Option]:
         expanded = [self._expand([o])[-1] for o in self._corrected(self._modeled_stock)]
         return [o._replace(decision=o.decision.as_written()) for o in expanded]
 
-    @functools.cached_property
+    @cached_property
     def options(self) -> list[Option]:
         return pareto_front([*self._expand(self.steps), *self.stock])
 
-    @functools.cached_property
+    @cached_property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Saved bytes, backward bytes and costs of the options."""
         saved, backward, costs = np.array([option[:3] for option in self.options], float).T
         return saved, backward, costs
 
-    @functools.cached_property
+    @cached_property
     def are_changed(self) -> np.ndarray:
         """Which of the options change the part."""
         return np.array([not option.decision.is_unchanged for option in self.options])
@@ -127,7 +127,7 @@ class Front:
         held = dict.fromkeys(step.saved for _, step in option.decision.steps())
         return [self._by_saved[saved] for saved in held if saved in self._by_saved and saved not in self._measured]
 
-    @functools.cached_property
+    @cached_property
     def _by_saved(self) -> dict[Saved | None, Option]:
         """The options of the equations, by their saved values. A policy may save the same as an option of the front."""
         return {o.decision.saved: o for o in (*self._modeled_steps, *self._modeled_stock)}

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ... import _jax
+from ..._cached import cached_property
 from ..._equations.dataflow import needed_equations
 from ..._equations.primitives import flops
 from ..._equations.structure import Body
@@ -296,7 +297,7 @@ class LoopOptions:
 
     # -- bytes and costs --
 
-    @functools.cached_property
+    @cached_property
     def _slice_bytes(self) -> int:
         """Bytes that the reversal of a turn copies for a step: elements of xs and of cotangents of ys, and
         cotangents of xs.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
@@ -23,6 +22,7 @@ import jax
 
 from ... import _frames, _jax
 from ..._atomic import locked
+from ..._cached import cached_property
 from ..._lift.options import transform
 from ..._lift.run import run_eagerly
 from ..._lift.wrapper import Wrapper, name_of
@@ -389,7 +389,7 @@ class Compiled(_Stage):
     If the function creates states, the first two calls run its Python, as with the jitted function.
     """
 
-    @functools.cached_property
+    @cached_property
     def _runner(self) -> StagedProgram:
         return self._with_executable(self._program)
 
