@@ -102,6 +102,11 @@ def test_imports_point_down():
         assert found is None, f"{path} imports by a string: register a function in `_hooks`"
 
 
+def test_no_property_holds_a_lock():
+    """As on Python 3.11, where threads that compute values from each other's would wait forever (`_cached.py`)."""
+    assert not [path for path in SOURCES if "@functools.cached_property" in path.read_text()]
+
+
 def circles(imports):
     """Modules that import each other, or modules that do."""
     for _ in range(len(imports)):
