@@ -108,15 +108,8 @@ def make_loop(
             return bind.scan(body, num_constants, num_carry, length=length, reverse=reverse, unroll=unroll)
         tick = Bars(title, length).tick if title else None
         policy = strategy and strategy.policy
-        options = {
-            "length": length,
-            "reverse": reverse,
-            "policy": policy,
-            "name": name,
-            "on_tick": tick,
-            "fence": "loop",
-        }
-        options |= {"place": f"{staged.name} of {short_name(place_of(staged.fun))}", "fence": "loop"}
+        options = {"length": length, "reverse": reverse, "policy": policy, "name": name, "on_tick": tick}
+        options["place"] = f"{staged.name} of {short_name(place_of(staged.fun))}"
         if not is_of_words:
             return _build(LoopStep(body, num_constants, num_carry, **options), strategy)
         step = LoopStep(body_with_key_data(body), num_constants, num_carry, **options)

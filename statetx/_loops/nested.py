@@ -89,11 +89,8 @@ class _LoopsByLevel:
         self._firsts = [n for n in self._formats if not rows[n].is_exact_first]
 
         # A region has a number of its own for the codes of its carry: a region around it saves its own turns' codes.
-        assert is_ours or not self._formats, "what another policy saves would be lost"
-        # A region would run the effects of its loop once more.
-        has_effects = bool(jaxpr.effects) or step.on_tick is not None
-        is_fenced = step.fence is not None and is_ours and not offload and not has_effects
-        number = max(Survey(jaxpr).regions, default=-1) + 1 if self._formats or is_fenced else 0
+        assert is_ours or not (self._formats or step.fence), "what another policy saves would be lost"
+        number = max(Survey(jaxpr).regions, default=-1) + 1 if self._formats or step.fence else 0
         self._numbers = [number + len(lengths) - 1 - i for i in range(len(lengths))]
         if self._formats:
             self._policies = [_saving(p, n) for p, n in zip(self._policies, self._numbers, strict=True)]
@@ -101,7 +98,7 @@ class _LoopsByLevel:
         # JAX's policy of the whole loop, if it is a fenced region. It saves the outermost carries, and with
         # `keeps_all` the step's saved values: then it shares the step's number.
         self.policy: KeepMarked | None = None
-        if is_fenced:
+        if step.fence is not None and not offload:
             is_shared = policy is not None and (keeps_all or len(lengths) == 1)
             saved_by_step = policy if is_shared else KeepMarked(number + len(lengths))
             self.policy = _saving(saved_by_step, self._numbers[0]) if self._formats else saved_by_step

@@ -39,9 +39,9 @@ class LoopStep:
         marks: see `marked`; `formats`: see `carry_formats`. By default they are found on demand.
         exact_first: the leaves of the carry whose formats give back the carry before the first step, too. Booleans need
             not be named.
-        fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA
-            allocates its results (cotangents of xs, residuals of a turn) at the start of the program if nothing holds
-            them back.
+        fence: how the backward pass of `nested` loops is fenced (`_remat.fence.with_fence`); None if it is not. XLA on
+            CPUs allocates its results (cotangents of xs, residuals of a turn) at the start of the program if nothing
+            holds them back.
         tangent_carry: the carries that are tangents of others. Where a loop stops gradients, they become zero.
     """
 

@@ -34,8 +34,7 @@ class Fenced:
         policy: the policy, as JAX takes it; None to save nothing.
         fence: ``"cond"`` to run the recomputation and the backward pass in a branch, so that no compiler merges them
             with the forward pass or starts them early; ``"auto"`` to do so only where JAX's own barrier does not last:
-            on CPUs; ``"loop"`` only where there its loops fill arrays, as cotangents of xs: a branch copies what it
-            returns.
+            on CPUs.
     """
 
     policy: Any
@@ -44,17 +43,10 @@ class Fenced:
     def __call__(self, *args: Any, **params: Any) -> Any:
         return self.policy is not None and self.policy(*args, **params)
 
-    def is_branch(self, jaxpr: Jaxpr, platforms: Sequence[str]) -> bool:
-        """Whether a differentiated function is lowered as a branch."""
-        if self.fence == "cond" or platforms != ("cpu",):
-            return self.fence == "cond"
-        scans = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-        return self.fence == "auto" or any(len(eqn.outvars) > _jax.scan_counts(eqn)[1] for eqn in scans)
-
 
 def with_fence(policy: Any, fence: str | None) -> Any:
     """The policy, wrapped in `Fenced` if the function is fenced. JAX's own barrier does not depend on it."""
-    return policy if fence in (None, "barrier") else Fenced(policy, fence)
+    return Fenced(policy, fence) if fence in ("auto", "cond") else policy
 
 
 def _lower(
@@ -62,7 +54,7 @@ def _lower(
 ) -> Any:
     if isinstance(policy, _jax.Ordered):
         return _lower_in_order(as_jax, ctx, *args, jaxpr=jaxpr)
-    is_fenced = isinstance(policy, Fenced) and policy.is_branch(jaxpr, _jax.platforms(ctx))
+    is_fenced = isinstance(policy, Fenced) and (policy.fence == "cond" or _jax.platforms(ctx) == ("cpu",))
 
     # The undifferentiated function is the first computation: only the recomputation, which has the cotangents among
     # its inputs, goes into the branch.
