@@ -494,7 +494,6 @@ class Tag(str):
     """A residual that is no array."""
 
 
-@pytest.mark.xfail(REMAT3, reason="jax.checkpoint takes the residuals of another run of the rule for its own")
 def test_rule_that_is_told_what_is_differentiated_keeps_its_structure():
     """The structure of its residuals differs, and JAX keeps that of the last run."""
 

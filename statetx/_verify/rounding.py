@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax
+from .._targets import current
 from .._tree import host_array, is_float
 from .results import Mismatch
 
@@ -26,7 +27,7 @@ _OTHER_ROUNDINGS: dict[str, Any] = {
 def other_roundings() -> dict[str, Any]:
     """Options that let XLA round otherwise, as far as the backend knows them."""
     # Without fusions a program takes twice as long to compile on a CPU, where the code of a fusion decides already.
-    wanted = _OTHER_ROUNDINGS | ({} if jax.default_backend() == "cpu" else {"xla_disable_hlo_passes": "fusion"})
+    wanted = _OTHER_ROUNDINGS | ({} if current.platform() == "cpu" else {"xla_disable_hlo_passes": "fusion"})
     options = {}
     for name, value in wanted.items():
         with contextlib.suppress(Exception):
