@@ -15,6 +15,7 @@ from flax import nnx
 import statetx
 from helpers import assert_close, num_operations
 from statetx import policies
+from statetx._equations.release.rewriting import Release
 
 L, D, B, K = 8, 64, 16, 4
 WEIGHTS = jax.random.normal(jax.random.key(0), (L, D, D)) / D
@@ -618,6 +619,24 @@ def logging(logged):
 
 def temporaries(step):
     return step.lower(WEIGHTS, X).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_step_is_rewritten_only_where_a_loop_has_stacks(monkeypatch, stacks):
+    """Else its lowering takes no longer than that of the user's."""
+    rewritten = []
+    monkeypatch.setattr(Release, "__call__", lambda self, jaxpr: rewritten.append(jaxpr) or jaxpr)
+    w = statetx.Param(WEIGHTS[0])
+
+    @statetx.jit(donate_states=True)
+    def step(x):
+        rows = jax.lax.fori_loop(0, 3, lambda n, x: layer(x, w.value), x)
+        w.value -= (
+            statetx.scan(lambda sum, _: (sum + rows.sum(), rows), 0.0, length=3)[1].sum() if stacks else rows.sum()
+        )
+
+    step.lower(X)
+    assert bool(rewritten) == stacks
 
 
 def test_a_gradient_that_is_taken_twice_has_one_loop():

@@ -43,6 +43,11 @@ def has_loop(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name in LOOPS or any(map(has_loop, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
+def has_stacks(jaxpr: Jaxpr) -> bool:
+    """Whether consumers may move into a loop of a jaxpr, at any depth: it has stacked results."""
+    return any(any(stacks_of(eqn).values()) or any(map(has_stacks, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
 def stacks_of(eqn: Any) -> dict[int, list[Var]]:
     """The stacked results of an equation into which consumers may move, by the length of their loop."""
     stacks: dict[int, list[Var]] = {}

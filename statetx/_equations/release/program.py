@@ -12,7 +12,7 @@ from ..dataflow import variables_of
 from ..inline import hoist
 from ..primitives import count, flops, inner_jaxprs
 from .fates import GradientStack
-from .loops import has_loop
+from .loops import has_stacks
 from .rewriting import Release
 
 
@@ -46,8 +46,8 @@ class ReleasedProgram:
     def of(
         cls, jaxpr: Jaxpr, overwritable: Collection[int], placements: Sequence[Any] = (), **options: bool
     ) -> ReleasedProgram | None:
-        """The program; None if it has no loop, or cannot be one equation: a Ref is no operand of a call."""
-        if jaxpr.is_high or not has_loop(jaxpr):
+        """The program; None if no loop has stacks, or it cannot be one equation: a Ref is no operand of a call."""
+        if jaxpr.is_high or not has_stacks(jaxpr):
             return None
         return cls(jaxpr, overwritable, placements, **options)
 
