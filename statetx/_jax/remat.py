@@ -69,8 +69,9 @@ def set_remat_lowering(rule: Callable) -> None:
     _mlir.register_lowering(remat_p, functools.partial(rule, _mlir._lowerings[remat_p].rule))
     patches.note(
         "the lowering of jax.checkpoint",
-        "On CPUs the compiler merges a recomputation with the first computation. The lowering puts a branch around "
-        "regions that `statetx.remat` has marked; any other `jax.checkpoint` is lowered as by JAX.",
+        "On CPUs the compiler merges a recomputation with the first computation; on GPUs it makes the arrays that "
+        "loops fill too early. Regions that `statetx.remat` has marked get a branch, or their arrays wait; "
+        "any other `jax.checkpoint` is lowered as by JAX.",
     )
 
 

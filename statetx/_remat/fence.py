@@ -5,6 +5,9 @@ before 0.11.1; decision 8). Newer ones remove it before they order the operation
 recomputations early. On CPUs the function is lowered as a branch that is always taken, on an index that no compiler can
 evaluate. Tracing does not change: the fence travels with the policy, the only parameter of the remat primitive that JAX
 forwards unread (decision 14 has the form of the branch).
+
+On GPUs the barrier lasts, but not for constants: the arrays that loops of a region fill wait behind one of their own
+(decision 56).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Fenced:
         policy: the policy, as JAX takes it; None to save nothing.
         fence: ``"cond"`` to run the recomputation and the backward pass in a branch, so that no compiler merges them
             with the forward pass or starts them early; ``"auto"`` to do so only where JAX's own barrier does not last:
-            on CPUs.
+            on CPUs. With ``"auto"``, loops begin late on GPUs.
     """
 
     policy: Any

@@ -105,7 +105,8 @@ def remat(
         fence: the way to prevent this merging. ``"barrier"``: as JAX does; XLA before jaxlib 0.11.1 removes the barrier
             on CPUs before it eliminates common subexpressions. ``"cond"``: compute the backward pass of the function in
             a branch that depends on its cotangents; effective on every backend. ``"auto"``: the branch on CPUs, where
-            newer ones start independent recomputations early, else the barrier. None: do not prevent it.
+            newer ones start independent recomputations early, else the barrier, behind which on GPUs the arrays that
+            loops fill wait, too. None: do not prevent it.
         static_argnums: positions of arguments to pass unchanged, counted as you call the function (``self`` is 0
             in a class body); negative ones count from the end. Python values other than arrays always pass
             unchanged, so a training flag needs no declaration; declare an *array* static to keep it concrete.
