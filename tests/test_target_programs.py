@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -88,6 +89,35 @@ def test_remat_of_recurrent_layers_lowers_the_memory(device, unroll):
     with statetx.target(device):
         plain, remat = (temp(functools.partial(loss, f), *args) for f in (layer, statetx.remat(layer)))
     assert remat < 0.5 * plain
+
+
+def test_memory_of_recurrent_layers_is_as_written():
+    """In the README and in decision 56."""
+    steps, batch, width = 512, 64, 256
+
+    def layer(w, xs):
+        def step(h, x):
+            z = jax.nn.sigmoid(x @ w["a"] + h @ w["b"])
+            h = (1 - z) * h + z * jnp.tanh(x @ w["c"] + (z * h) @ w["d"])
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros((batch, width)), xs)[1]
+
+    def loss(wrapped, ws, xs):
+        for w in ws:
+            xs = wrapped(w, xs)
+        return jnp.mean(xs**2)
+
+    args = [dict.fromkeys("abcd", f32(width, width))] * 8, f32(steps, batch, width)
+    figures = []
+    for way in (layer, jax.checkpoint(layer), statetx.remat(layer)):
+        gradient = jax.value_and_grad(functools.partial(loss, way))
+        figures.append(f"{temp(gradient, *args, gradient=False, target='h100') / 1e6:,.0f} MB")
+    root = pathlib.Path(__file__).parent.parent
+    readme, decision = (root / "README.md").read_text(), next(root.glob("docs/decisions/0056-*")).read_text()
+    written = re.search("eight recurrent layers.* take (.*), (.*) under `jax.checkpoint`, and (.*) under `sta", readme)
+    assert written is not None and figures == [*written.groups()]
+    assert all(text in decision for text in (*figures, f"({steps} steps, batch {batch}, width {width})"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
