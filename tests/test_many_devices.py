@@ -398,3 +398,19 @@ def test_a_state_that_moves_to_a_mesh_within_a_rematerialized_call(value):
     out = call(jax.device_put(jnp.full(2, 0.5), NamedSharding(mesh, P())))
     assert float(out) == float(sum(map(jnp.sum, jax.tree.leaves(value))))
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, 0.5 * old), state.value, value)
+
+
+def test_a_compiled_call_in_a_trace_moves_no_state_to_a_mesh():
+    """A value that is moved in a trace would be a tracer; the call around it has read the state before."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    w = statetx.State(jax.device_put(jnp.full(2, 0.5), NamedSharding(mesh, P())))
+    count, offset = statetx.State(jnp.float32(1)), jax.new_ref(jnp.float32(0))
+
+    @statetx.jit
+    def step(x):
+        count.value *= 2
+        return (w.value * x).sum()
+
+    # A derivative stages a function that reaches a Ref.
+    call = statetx.remat(lambda x: statetx.grad(lambda x: step(x) + offset[...])(x))
+    assert float(call(3.0)) == 1 and float(count.value) == 2

@@ -263,7 +263,7 @@ def _sharding_on(mesh: Any, x: Any) -> Sharding | None:
 def _replicate_uncommitted(read: Input, mesh: Any) -> list[Sharding | None]:
     """Replicate the uncommitted leaves of a state over the mesh; returns the shardings of all its leaves."""
     is_final = [isinstance(x, _jax.Tracer) or _is_committed(x) for x in read.values]
-    if not all(is_final):
+    if not all(is_final) and _jax.is_eager():  # in a trace, the enclosing program places the values
         sharding = NamedSharding(mesh, PartitionSpec())
         read.values = [x if final else _put(x, sharding) for x, final in zip(read.values, is_final, strict=True)]
         commit(moving(read.state, read.kind, read.partition.combine(read.values)))
