@@ -414,3 +414,20 @@ def test_a_compiled_call_in_a_trace_moves_no_state_to_a_mesh():
     # A derivative stages a function that reaches a Ref.
     call = statetx.remat(lambda x: statetx.grad(lambda x: step(x) + offset[...])(x))
     assert float(call(3.0)) == 1 and float(count.value) == 2
+
+
+def test_a_state_that_moves_to_a_mesh_within_two_calls_and_is_written_in_the_outer_one():
+    """Lowering moves the state, and nothing is written: the end of the inner call keeps it where it is."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    state = statetx.State(jnp.float32(2))
+    doubled = statetx.jit(lambda x: setattr(state, "value", state.value * 2 + 0 * x[0]))
+    inner = statetx.remat(lambda x: (doubled.lower(x), state.value)[1])
+
+    @statetx.remat
+    def outer(x):
+        before = inner(x)
+        state.value += before
+        return before
+
+    assert float(outer(jax.device_put(jnp.ones(2), NamedSharding(mesh, P())))) == 2
+    assert float(state.value) == 4

@@ -115,15 +115,18 @@ def _check_not_written(access: Access) -> None:
 
 def moving(state: Any, kind: Kind, value: Any) -> list[Store]:
     """Stores of a state's value on other devices: for the open calls of this thread it is the value that they read."""
-    current, stores, frame = kind.get(state), [], _local.frame
+    current, stores, frame, inner = kind.get(state), [], _local.frame, None
     while frame is not None:
         access = frame.accesses.get(id(state))
         if access is not None and access.value_in_body is current:
+            if inner is not None:
+                stores.append((setattr, inner, "value_before", value))
             if access.copy is not None:
                 copy = Copy(value)
                 value = copy.value
                 stores.append((setattr, access, "copy", copy))
             stores.append((setattr, access, "value_in_body", value))
+            inner = access
         frame = frame.parent
     return [*stores, kind.store(state, value)]
 
