@@ -49,7 +49,7 @@ def fast_compile_options() -> dict[str, Any]:
         return options
     on_cpu = {**options, "xla_cpu_use_fusion_emitters": False}  # jaxlib 0.12 no longer has it
     faster = {"cpu": on_cpu, "gpu": {**options, **_WITHOUT_TIMING}}.get(current.platform())
-    return faster if faster and _is_known(faster) else options
+    return faster if faster and is_known(faster) else options
 
 
 def full_device_options() -> dict[str, Any]:
@@ -213,7 +213,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, COMPILER_ERRORS) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _is_known(compiler_options: dict[str, Any]) -> bool:
+def is_known(compiler_options: dict[str, Any]) -> bool:
     return _is_known_to(current.platform(), tuple(compiler_options.items()))
 
 

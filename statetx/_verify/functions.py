@@ -74,8 +74,7 @@ def filled(tree: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
         if is_key(x):
-            impl = {"key<fry>": "threefry2x32", "key<urbg>": "unsafe_rbg"}.get(str(x.dtype), "rbg")
-            return jax.random.split(jax.random.key(0, impl=impl), x.shape)
+            return jax.random.split(jax.lax.full((), 0, x.dtype), x.shape)
         entries = draw.normal(size=x.shape) if is_float(x) else draw.integers(0, 2, x.shape)
         return jnp.asarray(entries, x.dtype)
 

@@ -60,20 +60,14 @@ def _difference(a: Any, b: Any, are_close: Callable) -> Mismatch | None:
         return Mismatch(f": {type_str(a, weak=False)} in place of {type_str(b, weak=False)}")
     exact = not is_float(b)
     a, b = host_array(a), host_array(b)
-    is_equal = (equal_entries if exact else are_close)(a, b)
-    if is_equal.all():
+    differs = ~(equal_entries if exact else are_close)(a, b)
+    if not differs.any():
         return None
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
     with np.errstate(all="ignore"):
-        errors = np.abs(a.astype(wide) - b.astype(wide))[~is_equal]
+        errors = np.abs(a.astype(wide) - b.astype(wide))[differs]
         sizes = np.abs(b.astype(wide))
     error = np.inf if exact or np.isnan(errors).any() else float(errors.max())
-    return Mismatch(_entries_str(a, b, is_equal), error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))
-
-
-def _entries_str(a: np.ndarray, b: np.ndarray, is_equal: np.ndarray) -> str:
-    """The first entry that differs, and how many do."""
-    index = tuple(int(i[0]) for i in np.nonzero(~is_equal)) if is_equal.ndim else ()
-    index_text = f"[{', '.join(map(str, index))}]" if index else ""
-    count = f"({int((~is_equal).sum())} of {is_equal.size} differ)"
-    return f"{index_text}: {a[index]} in place of {b[index]} {count}"
+    first = tuple(map(int, np.unravel_index(differs.argmax(), differs.shape)))
+    text = f"{[*first] if first else ''}: {a[first]} in place of {b[first]} ({differs.sum()} of {differs.size} differ)"
+    return Mismatch(text, error, float(np.max(sizes, where=np.isfinite(sizes), initial=0.0)))

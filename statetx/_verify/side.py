@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _jax, _states
@@ -16,14 +18,19 @@ from .._lift.wrapper import check_callable, name_of, short_name
 from .._objects.paths import Paths
 from .._objects.walk import created_undone
 from .._targets import current
-from .._tree import has_deleted, is_array
-from ..residuals._trace import TracedCall, jitted
+from .._tree import has_deleted, is_array, is_opaque, partition
+from ..residuals._trace import TracedCall, TracedWrite, jitted
 from ..transforms.jit.api import jit
-from .rounding import as_double, largest_unit, nudged
+from .rounding import as_double, largest_unit, nudged, other_roundings
 
 
 class Side:
-    """One of the two functions: as its user calls it, and as equations."""
+    """One of the two functions: as its user calls it, and as equations.
+
+    Attributes:
+        states: what is compared, by the paths from the reference; see `pair`.
+        dropped: the paths of created states that a transform of their library has left without a value.
+    """
 
     def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any], reference: Callable):
         check_callable("assert_same_step", fun)
@@ -34,7 +41,9 @@ class Side:
         self._call = fun if self._may_donate else jit(fun)
         self._programs: dict[Any, Any] = {}
         self._created: dict[str, str] = {}  # the names of states that its calls create, by their paths from it
-        self.dropped: set[str] = set()  # the paths of those that a transform of their library has left without a value
+        self._array_names: dict[str, list[str]] = {}  # of the results of a run: of the output, and of each state
+        self.states: dict[str, Any] = {}
+        self.dropped: set[str] = set()
         self.trace()
         self.paths = Paths(fun, args, kwargs)
         self._held = self.paths.items()  # before any call, which may create states
@@ -48,7 +57,7 @@ class Side:
                     f"{self.name}{inspect.signature(self.fun)} does not take the arguments: {e}.\n"
                     "Fix: give the arguments of one call, which both functions take."
                 ) from None
-        for x in jax.tree.leaves((self.args, self.kwargs), is_leaf=_states.is_opaque):
+        for x in jax.tree.leaves((self.args, self.kwargs), is_leaf=is_opaque):
             if isinstance(x, (jax.ShapeDtypeStruct, _jax.Tracer)):
                 raise FunctionError(
                     f"{self.name} cannot run here: an argument is {type(x).__name__}, which has no numbers.\n"
@@ -60,28 +69,21 @@ class Side:
                 "Fix: compare outside of statetx.target."
             )
 
-    def trace(self) -> None:
-        """Stage the function for the present values of its states."""
-        unjits = not (_jax.is_jitted(self._call) and _has_trees(self.args, self.kwargs))
-        self.traced = TracedCall("assert_same_step", self._call, self.args, self.kwargs, unjits=unjits)
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def states(self) -> dict[int, tuple[str, Any]]:
-        """The states from before the call that it touches, by id, with their paths."""
-        touched = [i.state for i in self.traced.inputs if i.state is not None]
-        touched += [w.state for w in self.traced.writes if not w.created]
-        return {id(state): (self.paths(state), state) for state in touched}
+    def values(self) -> dict[str, Any]:
+        return {path: value_of(state) for path, state in self.states.items()}
 
-    def run(
-        self, values: Mapping[str, Any], states: Mapping[str, Any], without: Set[str] = frozenset()
-    ) -> dict[str, Any]:
+    def run(self, values: Mapping[str, Any], without: Set[str] = frozenset()) -> dict[str, Any]:
         """Run from these values; the outputs and new values of states, leaf by leaf, without the states at some paths.
         The states that the call creates, as one with ``init_all_states`` does, are results, and gone from their objects
         afterwards.
         """
         args, kwargs, given = self.args, self.kwargs, values
         if self._may_donate:
-            given, args, kwargs = _copied((dict(values), args, kwargs))
-        store(states, given)
+            arrays, part = partition((dict(values), args, kwargs))
+            given, args, kwargs = part.combine(list(map(jnp.copy, arrays)))
+        store(self.states, given)
         # Always: no frame sees a state that is created inside of a transform of its library.
         with created_undone(self.fun, self.args, self.kwargs, is_run=True):
             try:
@@ -91,22 +93,21 @@ class Side:
                 raise
             created = self._created_states()
         left = self._new(self.fun) if created else {}
-        if new_states := {path: x for path, x in left.items() if not has_no_value(x)}:
+        if new_states := [path for path, state in left.items() if not has_no_value(state)]:
             raise FunctionError(
                 f"{self.name} creates a state that a list, a dict or a global variable holds after the call, "
-                f"{next(iter(new_states))!r}, so there is nothing to begin both from.\nFix: create the state outside, "
+                f"{new_states[0]!r}, so there is nothing to begin both from.\nFix: create the state outside, "
                 "and reset its value in the step; or assign it to an attribute of an object."
             )
-        results = {f"output{path}": x for path, x in _leaves(out)}
-        self._output_names = [name for name, x in results.items() if is_array(x)]
         self.dropped |= {path for path, state in created.items() if has_no_value(state)}
-        skipped = self.dropped | without
-        now = {path: value_of(state) for path, state in {**created, **states}.items() if path not in skipped}
-        # A state in a donated argument has no value any more, and was not written.
-        now |= {path: values[path] for path, x in now.items() if has_deleted(x)}
-        leaves = {name_of_state(path): _leaves(value) for path, value in now.items()}
-        self._state_keys = {path: [key for key, x in items if is_array(x)] for path, items in leaves.items()}
-        return results | {path + key: x for path, items in leaves.items() for key, x in items}
+        leaves = {"output": _leaves("output", out)}
+        for path, state in {**created, **self.states}.items():
+            if path not in self.dropped | without:
+                # A state in a donated argument has no value any more, and was not written.
+                value = values[path] if has_deleted(value_of(state)) else value_of(state)
+                leaves[name_of_state(path)] = _leaves(name_of_state(path), value)
+        self._array_names = {name: [n for n, x in items if is_array(x)] for name, items in leaves.items()}
+        return dict(itertools.chain(*leaves.values()))
 
     def _created_states(self) -> dict[str, Any]:
         """The states that a call has created, by the path from the reference where that has them, too."""
@@ -120,39 +121,60 @@ class Side:
         earlier_ids = {*map(id, self._held.values())}
         return {p: x for p, x in Paths(fun, self.args, self.kwargs).items().items() if id(x) not in earlier_ids}
 
-    def evaluate(
-        self, states: Mapping[str, Any], *, is_double: bool, options: Mapping[str, Any], num_nudged: int = 0
-    ) -> Iterator[dict[str, Any]]:
-        """Compile the equations with these options, and run them; the results by the names that `run` gives.
+    # -- equations -----------------------------------------------------------------------------------------------------
 
-        Then run them from inputs that differ by a unit in the last place, some times: of the narrowest floats that are
-        computed, which round smaller differences away. The results of a run are made when they are asked for.
-        """
-        traced, arrays = self.equations(is_double)
-        inputs = [*traced.body.operands, *arrays]
-        key = traced.body.key, tuple(options), *map(jax.typeof, inputs)
-        if key not in self._programs:
-            program = jax.jit(lambda *xs: traced.body(xs[: len(xs) - len(arrays)], *xs[len(xs) - len(arrays) :]))
-            self._programs[key] = program.lower(*inputs).compile(compiler_options=dict(options))
-        program, draw = self._programs[key], np.random.default_rng(0)
-        unit = largest_unit(traced.body.jaxpr) if is_double and num_nudged else 0.0
-        for n in range(1 + num_nudged):
-            yield self.named(traced, program(*([nudged(x, draw, unit) for x in inputs] if n else inputs)), states)
+    def trace(self) -> None:
+        """Stage the function for the present values of its states."""
+        # JAX takes some states in arguments for trees of arrays: its own jit loses what is written to them.
+        leaves = filter(is_opaque, jax.tree.leaves((self.args, self.kwargs), is_leaf=is_opaque))
+        loses = _jax.is_jitted(self._call) and any(not jax.tree_util.all_leaves([x]) for x in leaves)
+        self.traced = TracedCall("assert_same_step", self._call, self.args, self.kwargs, unjits=not loses)
+
+    def touched(self) -> dict[int, tuple[str, Any]]:
+        """The states from before the call that it touches, by id, with their paths."""
+        states = [i.state for i in self.traced.inputs if i.state is not None]
+        states += [w.state for w in self.traced.writes if not w.created]
+        return {id(state): (self.paths(state), state) for state in states}
 
     def equations(self, is_double: bool) -> tuple[TracedCall, list[Any]]:
         """The equations with their inputs; traced again for float64, under ``jax.enable_x64``."""
         arrays = [_jax.as_array(i.array) for i in self.traced.inputs]
-        return self.traced.retrace([as_double(x) for x in arrays]) if is_double else (self.traced, arrays)
+        return self.traced.retrace([*map(as_double, arrays)]) if is_double else (self.traced, arrays)
 
-    def named(self, traced: TracedCall, outs: Sequence[Any], states: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs of equations, or anything in their order, by the names that `run` gives."""
-        named = dict(zip(self._output_names, outs, strict=False))
-        path_of, position = {id(state): path for path, state in states.items()}, len(traced.outputs)
-        for write in traced.writes:
-            path = name_of_state(path_of.get(id(write.state)) or self._created.get(write.path, write.path))
-            keys = self._state_keys.get(path, ())
-            if len(keys) == write.num:
-                named |= {path + key: x for key, x in zip(keys, outs[position:], strict=False)}
+    def evaluate(self, is_double: bool = False) -> Iterator[dict[str, Any]]:
+        """Compile the equations so that XLA may round otherwise, and run them; the results by the names of `run`.
+
+        Then run them from inputs that differ by a unit in the last place, again and again: of the narrowest floats that
+        are computed in a program of float64, which round smaller differences away.
+        """
+        traced, arrays = self.equations(is_double)
+        inputs = [*traced.body.operands, *arrays]
+        key = traced.body.key, *map(jax.typeof, inputs)
+        if key not in self._programs:
+            program = jax.jit(lambda *xs: traced.body(xs[: len(xs) - len(arrays)], *xs[len(xs) - len(arrays) :]))
+            self._programs[key] = program.lower(*inputs).compile(compiler_options=other_roundings())
+        program, draw = self._programs[key], np.random.default_rng(0)
+        yield self.named(traced, program(*inputs))
+        unit = largest_unit(traced.body.jaxpr) if is_double else 0.0
+        while True:
+            yield self.named(traced, program(*(nudged(x, draw, unit) for x in inputs)))
+
+    def writes(self, traced: TracedCall | None = None) -> dict[str, TracedWrite]:
+        """What the equations write, by the names of the states."""
+        paths = {id(state): path for path, state in self.states.items()}
+        made = self._created
+        return {
+            name_of_state(paths.get(id(w.state), made.get(w.path, w.path))): w for w in (traced or self.traced).writes
+        }
+
+    def named(self, traced: TracedCall, outs: Sequence[Any]) -> dict[str, Any]:
+        """The outputs of equations, or anything in their order, by the names of `run`."""
+        position = len(traced.outputs)
+        named = dict(zip(self._array_names["output"], outs[:position], strict=False))
+        for state, write in self.writes(traced).items():
+            names = self._array_names.get(state, ())
+            if len(names) == write.num:
+                named |= zip(names, outs[position : position + write.num], strict=True)
             position += write.num
         return named
 
@@ -160,10 +182,34 @@ class Side:
 # -- states ---------------------------------------------------------------------------------------------------------
 
 
+def pair(reference: Side, step: Side) -> None:
+    """Give both the states that either touches, by equal paths: one object of both, or two."""
+    of_reference, of_step = reference.touched(), step.touched()
+    for key, (path, state) in of_reference.items():
+        reference.states[path] = state
+        step.states[path] = state if key in of_step else _named(path, step.paths.items(), state)
+    seen = {*map(id, (*reference.states.values(), *step.states.values()))}
+    for key, (path, state) in of_step.items():
+        if key not in seen:
+            name = f"{path} of {step.name}" if path in reference.states else path
+            reference.states[name], step.states[name] = _named(path, reference.paths.items(), state), state
+
+
+def _named(path: str, states: Mapping[str, Any], like: Any) -> Any:
+    """The state of this path; or the only one whose path ends so, or is the end of it: one function may close over
+    another, which closes over the model. `like` itself if there is none.
+    """
+    if path in states:
+        return states[path]
+    ends = lambda longer, end: f".{longer}".endswith(f".{end}")
+    candidates = [x for p, x in states.items() if type(x) is type(like) and (ends(p, path) or ends(path, p))]
+    return candidates[0] if len(candidates) == 1 else like
+
+
 @contextlib.contextmanager
-def restored(pairs: Any) -> Iterator[None]:
-    """Give these states their values again, also after an error."""
-    states = {id(state): state for pair in pairs for state in pair}
+def restored(*sides: Side) -> Iterator[None]:
+    """Give the states of these sides their values again, also after an error."""
+    states = {id(state): state for side in sides for state in side.states.values()}
     values = {key: value_of(state) for key, state in states.items()}
     try:
         yield
@@ -184,23 +230,11 @@ def store(states: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
         _states.kind_of_state(state).set_all([state], [values[key]])
 
 
-def _has_trees(*args: Any) -> bool:
-    """Whether JAX takes states in the arguments for trees of arrays: its own jit loses what is written to them."""
-    leaves = jax.tree.leaves(args, is_leaf=_states.is_opaque)
-    return any(_states.is_opaque(x) and not jax.tree_util.all_leaves([x]) for x in leaves)
-
-
-def _copied(tree: Any) -> Any:
-    """Copies of the arrays, for a program that may donate them."""
-    copy = lambda x: x.copy() if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.Ref) else x
-    return jax.tree.map(copy, tree, is_leaf=_states.is_opaque)
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves with their paths, those of flax's modules too; without objects that JAX does not take apart."""
+def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their names, those of flax's modules too; without objects that JAX does not take apart."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     is_value = lambda x: is_array(x) or isinstance(x, (bool, int, float, complex, str))
-    return [(jax.tree_util.keystr(path), x) for path, x in leaves if is_value(x)]
+    return [(name + jax.tree_util.keystr(path), x) for path, x in leaves if is_value(x)]
 
 
 def name_of_state(path: str) -> str:
