@@ -20,7 +20,7 @@ from .host_calls import HostCalls
 from .results import Mismatch, differences
 from .rounding import largest, unit_of
 from .side import Side, name_of_state, pair, restored, store
-from .values import Recording, first_unstable
+from .values import Recording
 
 _FACTOR = 16  # times the measured rounding: more is a fault
 _NUM_NUDGED = 3  # runs that measure how rounding grows, as in gradients which are zero but for it
@@ -191,7 +191,7 @@ class _Comparison:
 
     def _different_writes(self) -> list[str]:
         """States that one writes more often; of random states, draws."""
-        lines, by_side = [], [side.writes() for side in self._sides]
+        lines, by_side = [], [dict(side.writes(side.traced)) for side in self._sides]
         for path, state in self._sides[0].states.items():
             writes = [of_side.get(name_of_state(path)) for of_side in by_side]
             numbers = [0 if w is None else w.num_writes for w in writes]
@@ -211,7 +211,8 @@ class _Comparison:
         if not differences(next(reference.evaluate()), results):
             return False
         arrays = reference.equations(is_double=False)[1]
-        node = first_unstable(*(Recording(t.body, arrays) for t in (first, reference.traced)))
+        one, other = (Recording(traced.body, arrays) for traced in (first, reference.traced))
+        node = one.first_missing(other, one.outputs, 0.0)
         self.report.line = "" if node is None else node.line
         where = "." if node is None else f": the first value that differs is {node}."
         self.report.problem = (
@@ -241,10 +242,10 @@ class _Comparison:
             return [*lines, f"In {report.reference} it is missing or begins to differ with: {root}."]
         if not report.result.startswith("state"):
             return []
-        sites = [
-            [w.site for name, w in side.writes().items() if report.result.startswith(name)] for side in self._sides
-        ]
-        report.reference_line, site = ("".join(of_side[:1]) for of_side in sites)
+        is_it = report.result.startswith
+        report.reference_line, site = (
+            next((w.site for name, w in side.writes(side.traced) if is_it(name)), "") for side in self._sides
+        )
         report.line = site or report.reference_line
         return [f"All its values occur in both; {report.result} is written at {site or 'no line'}."]
 

@@ -148,30 +148,27 @@ class Side:
         are computed in a program of float64, which round smaller differences away.
         """
         traced, arrays = self.equations(is_double)
-        inputs = [*traced.body.operands, *arrays]
-        key = traced.body.key, *map(jax.typeof, inputs)
+        inputs = traced.body.operands, *arrays
+        key = traced.body.key, *map(jax.typeof, jax.tree.leaves(inputs))
         if key not in self._programs:
-            program = jax.jit(lambda *xs: traced.body(xs[: len(xs) - len(arrays)], *xs[len(xs) - len(arrays) :]))
-            self._programs[key] = program.lower(*inputs).compile(compiler_options=other_roundings())
+            program = jax.jit(lambda *inputs: traced.body(*inputs)).lower(*inputs)
+            self._programs[key] = program.compile(compiler_options=other_roundings())
         program, draw = self._programs[key], np.random.default_rng(0)
         yield self.named(traced, program(*inputs))
         unit = largest_unit(traced.body.jaxpr) if is_double else 0.0
         while True:
-            yield self.named(traced, program(*(nudged(x, draw, unit) for x in inputs)))
+            yield self.named(traced, program(*jax.tree.map(lambda x: nudged(x, draw, unit), inputs)))
 
-    def writes(self, traced: TracedCall | None = None) -> dict[str, TracedWrite]:
+    def writes(self, traced: TracedCall) -> list[tuple[str, TracedWrite]]:
         """What the equations write, by the names of the states."""
-        paths = {id(state): path for path, state in self.states.items()}
-        made = self._created
-        return {
-            name_of_state(paths.get(id(w.state), made.get(w.path, w.path))): w for w in (traced or self.traced).writes
-        }
+        paths, made = {id(state): path for path, state in self.states.items()}, self._created
+        return [(name_of_state(paths.get(id(w.state), made.get(w.path, w.path))), w) for w in traced.writes]
 
     def named(self, traced: TracedCall, outs: Sequence[Any]) -> dict[str, Any]:
         """The outputs of equations, or anything in their order, by the names of `run`."""
         position = len(traced.outputs)
         named = dict(zip(self._array_names["output"], outs[:position], strict=False))
-        for state, write in self.writes(traced).items():
+        for state, write in self.writes(traced):
             names = self._array_names.get(state, ())
             if len(names) == write.num:
                 named |= zip(names, outs[position : position + write.num], strict=True)

@@ -8,6 +8,7 @@ value that is computed first.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -85,7 +86,7 @@ class Recording:
             return x, len(self.nodes) - 1
 
         def rule(eqn: Any, operands: list[Any]) -> list[Any]:
-            values, results = [x for x, _ in operands], operands
+            values, results = [x for x, _ in operands], []
             if eqn.primitive.name == "scan":
                 outs, results = self._scan(eqn, values, loops)
             else:
@@ -123,28 +124,24 @@ class Recording:
         for node in other.nodes:
             rows_by_shape.setdefault(node.shape, []).append(node.projections.reshape(-1, 3))
         columns = {shape: np.sort(np.concatenate(rows), axis=0) for shape, rows in rows_by_shape.items()}
-
+        absent = np.full((1, 3), np.inf)
         times: dict[int, list[int]] = {}
         pending = list(results)
         while pending:
             node = self.nodes[n := pending.pop()]
             if n in times or node.eqn is None:
                 continue
-            is_missing = np.ones(node.projections.shape[:-1], bool)
-            if node.shape in columns:
-                is_missing = ~_occurs(columns[node.shape], node.projections, tolerance)
-            if not is_missing.any():
-                continue
-            turns = np.argwhere(is_missing)[0]
-            times[n] = [*(int(k) for pair in zip(node.loops, turns, strict=True) for k in pair), n]
-            pending += node.operands
+            turns = np.argwhere(~_occurs(columns.get(node.shape, absent), node.projections, tolerance)).tolist()
+            if turns:
+                times[n] = [*itertools.chain(*zip(node.loops, turns[0], strict=True)), n]
+                pending += node.operands
         return self.nodes[min(times, key=times.__getitem__)] if times else None
 
 
 def _occurs(columns: Any, projections: Any, tolerance: float) -> Any:
-    """Whether each of the values has its projections in sorted columns."""
+    """Whether each value has all of its projections in sorted columns; each alone may be there by chance."""
     limits, occurs = tolerance * projections[..., 2], True
-    for column, x in zip(columns.T[:2], np.moveaxis(projections[..., :2], -1, 0), strict=True):
+    for column, x in zip(columns.T, np.moveaxis(projections, -1, 0), strict=True):
         places = np.searchsorted(column, x)
         near = column[np.maximum(places - 1, 0)], column[np.minimum(places, len(column) - 1)]
         occurs &= np.minimum(*(abs(x - y) for y in near)) <= limits
@@ -161,11 +158,3 @@ def _projections(library: Any, x: Any) -> Any:
     n = library.arange(x.shape[-1], dtype=x.dtype)
     vectors = 2 + library.cos(1.3 * n), 2 + library.sin(0.7 * n)
     return library.stack([*((x * v).sum(-1) for v in vectors), abs(x).sum(-1)], -1)
-
-
-def first_unstable(a: Recording, b: Recording) -> Node | None:
-    """The first value that two runs of one program do not have in common."""
-    for x, y in zip(a.nodes, b.nodes, strict=False):
-        if x.eqn is not None and (x.shape != y.shape or not np.array_equal(x.projections, y.projections)):
-            return x
-    return None
