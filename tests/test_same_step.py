@@ -381,6 +381,37 @@ def test_narrow_floats_that_xla_does_not_round_are_no_fault():
     assert report.error > 1e-3 and report.double_error == 0
 
 
+@pytest.mark.thorough
+def test_differences_are_rounding_where_another_compilation_has_them_in_other_results():
+    """Of bfloat16: each result alone is no measure, since XLA may round it the same way by chance."""
+    optimizer = optax.adamw(1e-3)
+
+    def layer(x, w):
+        w, h = w.astype(jnp.bfloat16), (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        weights = jax.nn.softmax(((h @ w) @ h.T).astype(jnp.float32)).astype(jnp.bfloat16)
+        return x + weights @ (h @ w.T), None
+
+    def unrolled(ws, x):
+        for w in ws:
+            x, _ = layer(x, w)
+        return x
+
+    def make(layers):
+        loss = lambda ws, x: (layers(ws, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2).mean()
+
+        def step(ws, moments, x):
+            updates, moments = optimizer.update(jax.grad(loss)(ws, x), moments, ws)
+            return optax.apply_updates(ws, updates), moments, loss(ws, x)
+
+        return step
+
+    ws = [jax.random.normal(jax.random.key(n), (16, 16)) / 4 for n in range(3)]
+    args = ws, optimizer.init(ws), jax.random.normal(jax.random.key(9), (12, 16))
+    in_a_loop = make(lambda ws, x: jax.lax.scan(layer, x, jnp.stack(ws))[0])
+    report = assert_same_step(make(unrolled), in_a_loop, *args, steps=1)
+    assert report.error > 1e-2
+
+
 # -- counts, bad input ------------------------------------------------------------------------------------------------
 
 
