@@ -19,11 +19,11 @@ from .._text import counted
 from .host_calls import HostCalls
 from .results import Mismatch, differences
 from .rounding import largest, unit_of
-from .side import Side, name_of_state, pair, restored, store
+from .side import Side, pair
 from .values import Recording
 
 _FACTOR = 16  # times the measured rounding: more is a fault
-_NUM_NUDGED = 3  # runs that measure how rounding grows, as in gradients which are zero but for it
+_NUM_RUNS = 4  # that measure how rounding grows, as in gradients which are zero but for it
 _DOUBLE = 1e-11  # relative; rounding in float64 is far below, a fault far above
 
 
@@ -94,8 +94,13 @@ def same_step(
     sides = Side(reference, args, kwargs, reference), Side(step, args, kwargs, reference)
     pair(*sides)
     comparison = _Comparison(*sides, tolerance)
-    with restored(*sides), created_undone(reference, step, args, kwargs):
-        comparison.run(steps)
+    before = [side.values() for side in sides]
+    try:
+        with created_undone(reference, step, args, kwargs):
+            comparison.run(steps)
+    finally:
+        for side, values in zip(sides, before, strict=True):
+            side.store(values)
     return comparison.report
 
 
@@ -135,7 +140,7 @@ class _Comparison:
     def _judge(self, mismatches: Mapping[str, Mismatch], expected: Mapping[str, Any]) -> None:
         report = self.report
         for side in self._sides:
-            store(side.states, self._start)
+            side.store(self._start)
             side.trace()
         if self._is_unstable():
             return
@@ -160,16 +165,14 @@ class _Comparison:
     ) -> tuple[dict[str, Mismatch], bool]:
         """The differences that are not rounding, and whether they show in float64."""
         report = self.report
-        other, rounding = self._rounding(is_double=False)
-        otherwise = differences(other, {n: x for n, x in expected.items() if n in other})
-        typical = float(np.median([otherwise[n].relative if n in otherwise else 0.0 for n in other] or [0.0]))
-        rounding = largest(rounding, otherwise)
-        del other  # one set of results is in memory
+        _, (otherwise, *nudged) = self._rounding(expected)
+        typical = float(np.median([otherwise[n].relative if n in otherwise else 0.0 for n in expected]))
+        rounding = largest(otherwise, *nudged)
         report.rounding = max([d.relative for d in rounding.values() if math.isfinite(d.error)], default=0.0)
         factor = _FACTOR
         with jax.enable_x64(True):
             try:
-                other, double_rounding = self._rounding(is_double=True)
+                other, nudged = self._rounding()
                 actual = next(self._sides[1].evaluate(is_double=True))
             except Exception as e:  # its own types do not fit to float64, or those of its plan: any library may say so
                 report.double_problem = str(_cause(e)).strip().partition("\n")[0].rstrip(":.")
@@ -177,30 +180,30 @@ class _Comparison:
                 double = {n: d for n, d in differences(actual, other).items() if n in other and n in actual}
                 report.double_error = max((d.relative for d in double.values()), default=0.0)
                 # It may compute parts in fewer bits all the same, and results, too.
-                if faults := _beyond(double, double_rounding, lambda n: max(_DOUBLE, _FACTOR * unit_of(other[n]))):
+                if faults := _beyond(double, largest(*nudged), lambda n: max(_DOUBLE, _FACTOR * unit_of(other[n]))):
                     return {n: mismatches.get(n, faults[n]) for n in [*mismatches, *faults] if n in faults}, True
                 factor *= _FACTOR
         return _beyond(mismatches, rounding, lambda n: factor * max(typical, 4 * unit_of(expected.get(n)))), False
 
-    def _rounding(self, is_double: bool) -> tuple[dict[str, Any], dict[str, Mismatch]]:
-        """Results of the reference, and how they differ if its inputs are nudged."""
-        runs = self._sides[0].evaluate(is_double)
-        first = next(runs)
-        nudged = itertools.islice(runs, _NUM_NUDGED)
-        return first, largest(*map(lambda x: differences(x, first), nudged))  # one at a time is in memory
+    def _rounding(self, expected: Mapping[str, Any] | None = None) -> tuple[Any, list[dict[str, Mismatch]]]:
+        """Results of the reference, those in float64 by default, and how others with other roundings differ."""
+        runs = self._sides[0].evaluate(is_double=expected is None)
+        results = next(runs) if expected is None else expected
+        compared = map(lambda x: differences(x, {n: results[n] for n in x}), runs)  # one at a time is in memory
+        return results, list(itertools.islice(compared, _NUM_RUNS))
 
     def _different_writes(self) -> list[str]:
         """States that one writes more often; of random states, draws."""
         lines, by_side = [], [dict(side.writes(side.traced)) for side in self._sides]
-        for path, state in self._sides[0].states.items():
-            writes = [of_side.get(name_of_state(path)) for of_side in by_side]
+        for name, state in self._sides[0].states.items():
+            writes = [of_side.get(name) for of_side in by_side]
             numbers = [0 if w is None else w.num_writes for w in writes]
             if numbers[0] != numbers[1] and all(map(math.isfinite, numbers)):  # else it is unknown
                 verb = "drawn from" if _states.kind_of_state(state).is_random(state) else "written"
                 site = next(w.site for w in reversed(writes) if w is not None)
                 self.report.line = self.report.line or site
                 times = f"{counted(int(numbers[1]), 'time')} in place of {numbers[0]}"
-                lines.append(f"{name_of_state(path)} is {verb} {times}, last at {site}.")
+                lines.append(f"{name} is {verb} {times}, last at {site}.")
         return lines
 
     def _is_unstable(self) -> bool:

@@ -28,8 +28,8 @@ class Side:
     """One of the two functions: as its user calls it, and as equations.
 
     Attributes:
-        states: what is compared, by the paths from the reference; see `pair`.
-        dropped: the paths of created states that a transform of their library has left without a value.
+        states: what is compared, by names with the paths from the reference; see `pair`.
+        dropped: the names of created states that a transform of their library has left without a value.
     """
 
     def __init__(self, fun: Callable, args: tuple, kwargs: dict[str, Any], reference: Callable):
@@ -72,10 +72,14 @@ class Side:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        return {path: value_of(state) for path, state in self.states.items()}
+        return {name: value_of(state) for name, state in self.states.items()}
+
+    def store(self, values: Mapping[str, Any]) -> None:
+        for name, state in self.states.items():
+            _states.kind_of_state(state).set_all([state], [values[name]])
 
     def run(self, values: Mapping[str, Any], without: Set[str] = frozenset()) -> dict[str, Any]:
-        """Run from these values; the outputs and new values of states, leaf by leaf, without the states at some paths.
+        """Run from these values; the outputs and new values of states, leaf by leaf, without some states.
         The states that the call creates, as one with ``init_all_states`` does, are results, and gone from their objects
         afterwards.
         """
@@ -83,7 +87,7 @@ class Side:
         if self._may_donate:
             arrays, part = partition((dict(values), args, kwargs))
             given, args, kwargs = part.combine(list(map(jnp.copy, arrays)))
-        store(self.states, given)
+        self.store(given)
         # Always: no frame sees a state that is created inside of a transform of its library.
         with created_undone(self.fun, self.args, self.kwargs, is_run=True):
             try:
@@ -99,21 +103,19 @@ class Side:
                 f"{new_states[0]!r}, so there is nothing to begin both from.\nFix: create the state outside, "
                 "and reset its value in the step; or assign it to an attribute of an object."
             )
-        self.dropped |= {path for path, state in created.items() if has_no_value(state)}
-        leaves = {"output": _leaves("output", out)}
-        for path, state in {**created, **self.states}.items():
-            if path not in self.dropped | without:
-                # A state in a donated argument has no value any more, and was not written.
-                value = values[path] if has_deleted(value_of(state)) else value_of(state)
-                leaves[name_of_state(path)] = _leaves(name_of_state(path), value)
+        self.dropped |= {name for name, state in created.items() if has_no_value(state)}
+        trees = {"output": out}
+        trees |= {n: value_of(x) for n, x in {**created, **self.states}.items() if n not in self.dropped | without}
+        # A state in a donated argument has no value any more, and was not written.
+        leaves = {n: _leaves(n, values[n] if n in values and has_deleted(x) else x) for n, x in trees.items()}
         self._array_names = {name: [n for n, x in items if is_array(x)] for name, items in leaves.items()}
         return dict(itertools.chain(*leaves.values()))
 
     def _created_states(self) -> dict[str, Any]:
-        """The states that a call has created, by the path from the reference where that has them, too."""
+        """The states that a call has created, by names with the path from the reference where that has them, too."""
         new = self._new(self.fun)
         of_reference = {id(state): path for path, state in self._new(self._reference).items()} if new else {}
-        self._created = {path: of_reference.get(id(state), path) for path, state in new.items()}
+        self._created = {path: _state(of_reference.get(id(state), path)) for path, state in new.items()}
         return {self._created[path]: state for path, state in new.items()}
 
     def _new(self, fun: Callable) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class Side:
         """
         traced, arrays = self.equations(is_double)
         inputs = traced.body.operands, *arrays
-        key = traced.body.key, *map(jax.typeof, jax.tree.leaves(inputs))
+        key = traced.body.key, len(arrays), *map(jax.typeof, jax.tree.leaves(inputs))
         if key not in self._programs:
             program = jax.jit(lambda *inputs: traced.body(*inputs)).lower(*inputs)
             self._programs[key] = program.compile(compiler_options=other_roundings())
@@ -161,15 +163,15 @@ class Side:
 
     def writes(self, traced: TracedCall) -> list[tuple[str, TracedWrite]]:
         """What the equations write, by the names of the states."""
-        paths, made = {id(state): path for path, state in self.states.items()}, self._created
-        return [(name_of_state(paths.get(id(w.state), made.get(w.path, w.path))), w) for w in traced.writes]
+        names = {id(state): name for name, state in self.states.items()}
+        return [(names.get(id(w.state)) or self._created.get(w.path, _state(w.path)), w) for w in traced.writes]
 
     def named(self, traced: TracedCall, outs: Sequence[Any]) -> dict[str, Any]:
         """The outputs of equations, or anything in their order, by the names of `run`."""
         position = len(traced.outputs)
         named = dict(zip(self._array_names["output"], outs[:position], strict=False))
-        for state, write in self.writes(traced):
-            names = self._array_names.get(state, ())
+        for name, write in self.writes(traced):
+            names = self._array_names.get(name, ())
             if len(names) == write.num:
                 named |= zip(names, outs[position : position + write.num], strict=True)
             position += write.num
@@ -180,15 +182,15 @@ class Side:
 
 
 def pair(reference: Side, step: Side) -> None:
-    """Give both the states that either touches, by equal paths: one object of both, or two."""
+    """Give both the states that either touches, by equal names: one object of both, or two."""
     of_reference, of_step = reference.touched(), step.touched()
     for key, (path, state) in of_reference.items():
-        reference.states[path] = state
-        step.states[path] = state if key in of_step else _named(path, step.paths.items(), state)
+        reference.states[_state(path)] = state
+        step.states[_state(path)] = state if key in of_step else _named(path, step.paths.items(), state)
     seen = {*map(id, (*reference.states.values(), *step.states.values()))}
     for key, (path, state) in of_step.items():
         if key not in seen:
-            name = f"{path} of {step.name}" if path in reference.states else path
+            name = _state(f"{path} of {step.name}" if _state(path) in reference.states else path)
             reference.states[name], step.states[name] = _named(path, reference.paths.items(), state), state
 
 
@@ -203,28 +205,12 @@ def _named(path: str, states: Mapping[str, Any], like: Any) -> Any:
     return candidates[0] if len(candidates) == 1 else like
 
 
-@contextlib.contextmanager
-def restored(*sides: Side) -> Iterator[None]:
-    """Give the states of these sides their values again, also after an error."""
-    states = {id(state): state for side in sides for state in side.states.values()}
-    values = {key: value_of(state) for key, state in states.items()}
-    try:
-        yield
-    finally:
-        store(states, values)
-
-
 def value_of(state: Any) -> Any:
     return _states.kind_of_state(state).get(state)
 
 
 def has_no_value(state: Any) -> bool:
     return _states.kind_of_state(state).is_invalidated(state)
-
-
-def store(states: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
-    for key, state in states.items():
-        _states.kind_of_state(state).set_all([state], [values[key]])
 
 
 def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
@@ -234,5 +220,5 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
     return [(name + jax.tree_util.keystr(path), x) for path, x in leaves if is_value(x)]
 
 
-def name_of_state(path: str) -> str:
+def _state(path: str) -> str:
     return f"state {path!r}"
