@@ -441,6 +441,25 @@ def test_buffers_have_kinds_owners_and_lines():
     assert net.blocks[0].calls.value == 0  # nothing ran
 
 
+def test_the_functions_that_ask_for_a_profile_own_nothing_in_it():
+    """A constant of a jitted function has the line of its call, which is the one that asks."""
+
+    @jax.jit
+    def loss(w, xs):
+        return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros((4, 16)), xs)[0])
+
+    w, xs = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.ShapeDtypeStruct((8, 4, 16), jnp.float32)
+
+    def asking():
+        return statetx.memory_profile(loss, w, xs)
+
+    profile = asking()
+    functions = {b.function for b in profile.buffers} | {f.function for s in profile.steps for f in s.frames}
+    this = "test_the_functions_that_ask_for_a_profile_own_nothing_in_it"
+    assert functions == {"", f"{this}.loss", f"{this}.loss.<lambda>"}
+    assert not any("asking" in b.owner for b in profile.buffers)
+
+
 def test_recomputed_buffers_and_regions_are_told():
     net = Net(statetx.remat)
     profile = statetx.memory_profile(lambda x: net(x).sum(), X)

@@ -11,6 +11,8 @@ import functools
 import itertools
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
@@ -74,12 +76,21 @@ class InstructionNames:
         for instruction in schedule.order:
             for operand in instruction.operands:
                 self._users.setdefault(operand, []).append(instruction)
+        self._callers = _callers()
         # Caches of the object's own: a cache of the class would keep every program.
+        self.frames = functools.cache(self._frames_of)  # `(instruction) -> object`
         self.origin = functools.cache(self._origin_of)  # `(instruction) -> object`
         self._loop = functools.cache(self._loop_of)  # `(instruction) -> object`
         self.turn, self.last_backward = _turn(schedule)
         # In the forward pass a region is a scope like any other: it is known by its recomputation.
         self._regions = {_parsed(i.op_name).region for i in schedule.order} - {""}
+
+    def _frames_of(self, instruction: Instruction) -> tuple[StackFrame, ...]:
+        """The user's stack within the program: JAX records that of the caller of the program, too."""
+        frames = instruction.frames
+        while frames and (frames[-1].function, frames[-1].file) in self._callers:
+            frames = frames[:-1]
+        return frames
 
     def _origin_of(self, instruction: Instruction) -> Origin:
         """Origin of the operation that computes its result; of its operand or its first reader if it has no name of
@@ -88,7 +99,7 @@ class InstructionNames:
         named = next(self._named(instruction), None)
         if named is None:
             return NOWHERE._replace(phase=self._phase(instruction, ""))
-        origin = _origin(named.op_name, named.frames)
+        origin = _origin(named.op_name, self.frames(named))
         region = next((r for r in reversed(origin.scopes.split("/")) if r in self._regions), origin.region)
         phase = self._phase(instruction, instruction.op_name or named.op_name)
         if (
@@ -139,11 +150,11 @@ class InstructionNames:
             if depth == 0 and instruction.computation in self.schedule.caller:  # a loop's carry
                 yield self.schedule.caller[instruction.computation]
             return
-        if instruction.op_name and instruction.frames:
+        if instruction.op_name and self.frames(instruction):
             yield instruction
         if instruction.opcode == "fusion":
             instructions = self.program.computations[instruction.called[0]].instructions
-            yield from (i for i in reversed(instructions) if i.op_name and i.frames)
+            yield from (i for i in reversed(instructions) if i.op_name and self.frames(i))
         if instruction.op_name:
             yield instruction
         if depth < 3:
@@ -168,9 +179,10 @@ class InstructionNames:
         body = self.program.computations[instruction.called[0]].instructions
         depth = instruction.op_name.count("/while") or 1
         is_scan = any(i.op_name.split("/while/body")[depth:][:1] and _CALLED.search(i.op_name) for i in body)
-        _, source = innermost(instruction.frames)
+        frames = self.frames(instruction)
+        _, source = innermost(frames)
         name = "scan" if is_scan or instruction.trip_count is not None else "while_loop"
-        return Loop(name, instruction.trip_count, source, _library(instruction.frames[:1]))
+        return Loop(name, instruction.trip_count, source, _library(frames[:1]))
 
     def stacking(self, instruction: Instruction) -> Instruction | None:
         """Instruction that computes the slice of a stack that this one writes in each step of a loop, if it does."""
@@ -259,6 +271,12 @@ class InstructionNames:
         if several.opcode == "fusion":
             return self._result(several, (instruction.index,))
         return several if several.opcode == "custom-call" else instruction
+
+
+def _callers() -> frozenset[tuple[str, str]]:
+    """The functions that are running, and their files: those that ask for the names of a program, none of its own."""
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return frozenset((code.co_qualname.replace(".<locals>", ""), code.co_filename) for code in codes)
 
 
 def stored_as(op_name: str) -> str:
