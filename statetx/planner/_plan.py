@@ -146,7 +146,10 @@ class Plan(PlanData, Tabular, Rewriter):
         n, total = _num_common(expected, lines), len(expected)
         what, advice = f"it has {len(lines)} equations, and had {total} when the plan was made.", ""
         if n < min(total, len(lines)):
-            what = f"equation {n} of {total} is\n  {lines[n]}\nand was, when the plan was made,\n  {expected[n]}"
+            what = (
+                f"equation {n} of {total} is another one.\nIt is\n  {lines[n]}\n"
+                f"and was, when the plan was made,\n  {expected[n]}"
+            )
             advice = _of_inputs(lines[n], expected[n])
         raise PlanError(
             f"The plan for {self.name} does not fit {name}: {what}\nFix: make a plan for this program{advice}."
