@@ -193,7 +193,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
             "--budget",
             required=True,
             metavar="SIZE",
-            help="memory of one device: 64MiB, 'device', or a fraction such as 0.5 of the memory without a plan",
+            help="memory of one device: 64MiB, 'device', or a fraction of that without rematerialization, such as 0.5",
         )
         command.add_argument(
             "--of",

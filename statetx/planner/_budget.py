@@ -23,7 +23,7 @@ class ByteBudget(NamedTuple):
     """An amount of memory.
 
     Attributes:
-        amount: bytes as an int, or a fraction of the memory without a plan as a float.
+        amount: bytes as an int, or a fraction of the memory without rematerialization as a float.
         of: what counts: "step" for arguments, outputs and temporaries together, or "temporaries".
     """
 
@@ -47,7 +47,7 @@ class ByteBudget(NamedTuple):
 
 
 def read_amount(argument: Any) -> int | float:
-    """Bytes as an int, or a fraction of the memory without a plan as a float. 1 is a byte, 1.0 the whole."""
+    """Bytes as an int, or a fraction of the memory without rematerialization as a float. 1 is a byte, 1.0 the whole."""
     amount: Any = argument
     if isinstance(argument, str):
         if argument.strip() == "device":
@@ -68,7 +68,7 @@ def read_amount(argument: Any) -> int | float:
     if not math.isfinite(value) or value <= 0 or (value > 1 and value != int(value)):
         raise PlanError(
             f"budget={brief(argument)} is not a size; use 2**31, '2GiB', 'device' or a fraction of the memory "
-            f"without a plan, such as 0.5."
+            f"without rematerialization, such as 0.5."
         )
     is_fraction = value < 1 or (value == 1 and not isinstance(amount, numbers.Integral))
     return value if is_fraction else int(value)

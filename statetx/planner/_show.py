@@ -79,7 +79,7 @@ def _title(plan: PlanData) -> str:
         notes = [f"predicted {format_bytes(plan.predicted_bytes)}", f"budget {format_bytes(plan.budget_bytes)}"]
     # The model knows choices that are near the plan, and the unplanned program badly.
     if plan.unplanned_is_compiled:
-        notes.append(f"without a plan {format_bytes(_counted(plan, plan.unplanned_bytes))}")
+        notes.append(f"without rematerialization {format_bytes(_counted(plan, plan.unplanned_bytes))}")
     name = f"{'' if plan.is_step else 'gradient of '}{plan.name}"
     in_brackets = f" ({', '.join(notes)})" if notes else ""
     time = "" if plan.seconds is None else f", {format_seconds(plan.seconds)}"

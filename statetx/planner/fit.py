@@ -131,8 +131,8 @@ def budget(
 
     Args:
         size: temporary bytes of each gradient, compiled on its own: a number, ``"2GiB"``, or a fraction of the memory
-            without a plan. ``"device"`` is all of the device's memory: what arguments and results take is not taken
-            off, so use `plan` for a step that is to fit into a device.
+            without rematerialization. ``"device"`` is all of the device's memory: what arguments and results take is
+            not taken off, so use `plan` for a step that is to fit into a device.
         offload, time_limit: as in `plan`.
 
     Raises:

@@ -75,8 +75,8 @@ def plan(
             It may be jitted, and read and write states. Arguments other than arrays are static, as in `remat`.
         *args, **kwargs: example arguments; ``jax.ShapeDtypeStruct`` can replace an array.
         budget: a number of bytes, ``"2GiB"``, ``"device"`` for the memory of the device (``STATETX_DEVICE_MEMORY``
-            replaces it), or, as a float up to 1, a fraction of the memory without a plan. On several devices it is for
-            one.
+            replaces it), or, as a float up to 1, a fraction of the memory without rematerialization, also without what
+            the function has itself (``jax.checkpoint``). On several devices it is for one.
         of: what counts. ``"step"``: arguments, outputs and temporaries of the compiled program; an output in the memory
             of a donated argument counts once, so plan the jitted step if it donates. For a loss the program is its
             gradient, whose outputs are the gradients. ``"temporaries"``: the program's bytes beyond arguments and
@@ -341,9 +341,9 @@ def _warn_if_expensive(plan: Plan) -> Plan:
     if not plan.complete and plan.extra_flops > 0.5:
         warnings.warn(
             f"plan({plan.name}): the time limit ended the search. The best plan until then takes "
-            f"{1 + plan.extra_flops:.1f} times the operations of the program without a plan; one that takes fewer "
-            f"within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more time, "
-            f"time_limit=300, or None for no limit; for policy='fit:...' as "
+            f"{1 + plan.extra_flops:.1f} times the operations of the program without rematerialization; one that "
+            f"takes fewer within the budget of {format_bytes(plan.budget_bytes)} may exist.\nFix: give the search more "
+            f"time, time_limit=300, or None for no limit; for policy='fit:...' as "
             f"policy=statetx.planner.Fit(..., time_limit=300).",
             PolicyWarning,
             stacklevel=_states.user_stacklevel(),

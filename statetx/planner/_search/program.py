@@ -135,8 +135,8 @@ class ProgramSearch:
         return next((program.compiled for program in self.programs()), self.captured.fixed)
 
     def in_bytes(self, budget: ByteBudget) -> ByteBudget:
-        """A budget in bytes. A fraction is one of the program without a plan, which is compiled, so that arguments and
-        outputs are exact.
+        """A budget in bytes. A fraction is one of the program without rematerialization, which is compiled, so that
+        arguments and outputs are exact.
         """
         if isinstance(budget.amount, int):
             return budget
