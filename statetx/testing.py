@@ -110,7 +110,7 @@ def _above(profile: MemoryProfile, figures: MemoryBaseline, most: int) -> str:
     """The message that a program takes more than a size."""
     over = format_bytes(figures.peak_bytes - most)
     parts = "\n".join(f"  {part}: {format_bytes(part.num_bytes)}" for part in figures.parts[:5])
-    changes = [f"{c.text.rstrip('.')} (predicted: {format_bytes(c.saved_bytes)} less)" for c in profile.changes[:2]]
+    changes = [c.text.rstrip(".") for c in profile.changes[:2]]
     fix = "; or ".join([*changes, "statetx.memory_profile(...) shows all that is alive"])
     return (
         f"{profile.name} on {figures.device} takes {format_bytes(figures.peak_bytes)} at its peak, {over} more than "

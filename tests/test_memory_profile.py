@@ -31,6 +31,7 @@ from statetx import _jax
 from statetx._equations.compiler import memory_analysis_options
 from statetx._equations.structure import table
 from statetx.memory import _lifetimes, _names, measure
+from statetx.memory._advice import candidates
 from statetx.memory._assemble import Assembly, Inputs
 
 X = jax.ShapeDtypeStruct((512, 64), jnp.float32)
@@ -185,7 +186,7 @@ def test_planners_programs_sum_to_xlas_figures(name, wrap):
 
 @pytest.mark.sample
 @pytest.mark.parametrize("make", memory_programs.KNOWN, ids=lambda f: f.__name__)
-def test_first_line_names_the_known_answer_and_the_advice_saves_what_it_predicts(make):
+def test_first_line_names_the_known_answer_and_the_advice_saves_memory(make):
     case = make()
     before = statetx.memory_profile(case.before, *case.args, gradient=case.gradient)
     first_line = str(before).splitlines()[0]
@@ -195,10 +196,10 @@ def test_first_line_names_the_known_answer_and_the_advice_saves_what_it_predicts
 
     after = case.after(change.text) if make is memory_programs.stacked_carries else case.after
     found = statetx.memory_profile(after, *case.args, gradient=case.gradient)
-    saved = before.peak_bytes - found.peak_bytes
+    sizes = before.peak_bytes, found.peak_bytes
     if case.action == "argument":  # the program's own copy
-        saved = before.constant_bytes - found.constant_bytes
-    assert saved == pytest.approx(change.saved_bytes, rel=0.1) and saved > 0
+        sizes = before.constant_bytes, found.constant_bytes
+    assert sizes[1] < 0.8 * sizes[0] and not (change.saved_bytes or change.is_compiled)
 
 
 def test_advice_to_save_less_where_a_policy_saves_much():
@@ -208,7 +209,7 @@ def test_advice_to_save_less_where_a_policy_saves_much():
     (change,) = (c for c in before.changes if c.action == "policy")
     assert "Layer.__call__ (6 calls)" in change.text and "dot_general" in change.text
     after = statetx.memory_profile(memory_programs.loss_of(layers, statetx.remat), *args)
-    assert before.peak_bytes - after.peak_bytes >= change.saved_bytes > 0.1 * before.peak_bytes
+    assert after.peak_bytes < 0.9 * before.peak_bytes
     assert not [c for c in after.changes if c.action == "policy"]
 
 
@@ -332,7 +333,7 @@ def test_calls_of_a_block_are_told_apart_from_the_loop_in_it(model):
     change = next(c for c in profile.changes if c.action == "remat")
     where = f"tests/test_memory_profile.py:{model.__call__.__code__.co_firstlineno}"
     assert change.text == f"Rematerialize {model.__name__}.__call__ (6 calls) with @statetx.remat at {where}."
-    assert change.saved_bytes == pytest.approx(profile.peak_bytes - changed.peak_bytes, rel=0.25)
+    assert changed.peak_bytes < 0.7 * profile.peak_bytes
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -490,18 +491,15 @@ def products_in_a_loop(scan, wrap=lambda f: f):
 
 
 @pytest.mark.thorough
-def test_savings_in_a_loop_count_a_carry_that_is_not_stacked():
+def test_a_loop_whose_carry_is_not_stacked_is_advised():
     plain = statetx.memory_profile(products_in_a_loop(statetx.scan), NARROW)
     stacks = [b for b in plain.buffers if b.stacked is not None]
-    # The carry and the counter of the steps.
-    assert len(stacks) == 2 and all(b.primitive == "dot_general" and b.carry_bytes == 4 * 64 * 16 + 4 for b in stacks)
-    predicted = {c.action: c.saved_bytes for c in plain.changes if c.owner.startswith("scan of 32 steps")}
+    assert len(stacks) == 2 and all(b.primitive == "dot_general" for b in stacks)
+    named = {c.action for c in plain.changes if c.owner.startswith("scan of 32 steps")}
     slots = functools.partial(statetx.scan, checkpoint=statetx.policies.Slots(7))
     by_hand = {"slots": products_in_a_loop(slots), "remat": products_in_a_loop(statetx.scan, statetx.remat)}
-    assert predicted.keys() == by_hand.keys() and "policies.Slots(7))" in str(plain.changes)
-    for action, loss in by_hand.items():
-        saved = plain.peak_bytes - statetx.memory_profile(loss, NARROW).peak_bytes
-        assert predicted[action] == pytest.approx(saved, rel=0.03)
+    assert named == by_hand.keys() and "policies.Slots(7))" in str(plain.changes)
+    assert all(statetx.memory_profile(loss, NARROW).peak_bytes < 0.5 * plain.peak_bytes for loss in by_hand.values())
 
 
 def test_residuals_of_a_loop_in_a_loop_are_no_carry():
@@ -525,7 +523,7 @@ def test_a_step_is_profiled_unchanged():
     assert plain.alias_bytes == 0 and donated.alias_bytes == weights
     phases = [s.phase for s in plain.steps]
     assert set(phases) == {"forward", "backward", "update"}
-    assert [c.saved_bytes for c in plain.changes if c.action == "donate"] == [weights]
+    assert [c.owner for c in plain.changes if c.action == "donate"] == ["net"]
     assert not [c for c in donated.changes if c.action == "donate"]
     # A step without float outputs is profiled without a gradient, too.
     assert statetx.memory_profile(step, X).peak_bytes == pytest.approx(plain.peak_bytes, abs=64)
@@ -838,7 +836,6 @@ def test_a_program_that_does_not_fit_is_advised_by_what_the_user_can_change():
     assert sum(_names.AGAIN.search(step.name) is not None for step in profile.steps) > 20
     change = profile.changes[0]
     assert change.action == "remat" and change.text.startswith("Rematerialize _transformer_block (6 calls)")
-    assert change.saved_bytes > 0.5 * profile.temp_bytes
     assert [c.text.partition(" with")[0] for c in profile.changes if c.action == "remat"][1:] == [
         "Rematerialize _attention (6 calls)",
         "Rematerialize norm (12 calls)",
@@ -948,7 +945,6 @@ def test_what_a_loop_stacks_is_told_behind_asynchronous_copies_and_operations_wi
     assembly = _assembled(instructions, computations, defined)
     stacks = [b for b in assembly.buffers() if b.stacked is not None]
     assert {b.name: b.primitive for b in stacks} == {"write2": "dot_general", "write3": "sub", "write4": "carry"}
-    assert {b.carry_bytes for b in stacks} == {128}  # of "next"; the counter has no value here
 
 
 def test_products_by_a_library_and_its_working_memory():
@@ -979,7 +975,7 @@ def test_products_by_a_library_and_its_working_memory():
         "f", assembly.buffers(), steps, 65536, 65536, 0, 65536 + 2**25, 0, 1, "gpu", assembly.names.turn, True
     )
     assert "33,554,432" not in " ".join(c.text for c in profile.changes)
-    assert all(c.saved_bytes < 2**17 for c in profile.changes)
+    assert all(c.freed_bytes < 2**17 for c in candidates(profile))
 
 
 def test_what_xla_itself_computes_again_is_no_residual():

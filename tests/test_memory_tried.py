@@ -121,7 +121,7 @@ def test_a_loop_gets_the_number_with_which_it_fits():
 
 
 @pytest.mark.slow
-def test_the_body_of_a_loop_around_a_loop_is_predicted_and_tried():
+def test_the_body_of_a_loop_around_a_loop_is_named_and_tried():
     def loss(w, xs):
         outer = lambda h, x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), h, None, length=20)
         return (jax.lax.scan(outer, jnp.zeros((16, 32)), xs)[0] ** 2).sum()
@@ -348,7 +348,7 @@ def test_spikes_stored_as_bits_take_what_they_take_by_hand(is_rematerialized):
     args = [jnp.eye(64)] * 5, X
     if not is_rematerialized:  # they claim what they add to that
         (bits,) = (c for c in candidates(statetx.memory_profile(spiking, *args)) if c.change.action == "bits")
-        assert bits.prerequisite == Rematerialize("dense") and bits.change.saved_bytes <= 4 * X.size * 4
+        assert bits.prerequisite == Rematerialize("dense") and bits.freed_bytes <= 4 * X.size * 4
     step = functools.partial(spiking, first=statetx.remat(dense), others=statetx.remat(dense))
     step = step if is_rematerialized else spiking
     (edit,) = edits_of(step, args, "bits")
@@ -606,7 +606,7 @@ def test_an_interrupt_ends_the_compilations_that_wait(monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_time_changes_are_predicted():
+def test_without_time_changes_are_named():
     report = explain_oom(training_step([Block(n) for n in range(4)]), X, limit=1000, time_limit=0)
     assert report.remedies and not any(r.is_compiled for r in report.remedies) and report.unused == ()
     assert report.plan is None

@@ -1,8 +1,7 @@
-"""Changes of the program that would lower the peak, with the bytes that each would save.
+"""Changes of the program that may lower the peak.
 
-A change shortens the lifetimes of some buffers. Its saving is predicted from the timeline: the present peak, less the
-peak of the timeline with the shorter lifetimes. The prediction leaves out that XLA may fuse and place the changed
-program otherwise.
+A change shortens the lifetimes of some buffers. By how much the peak falls is known of a compiled program only. The
+order of changes that are not compiled comes from the timeline without these buffers while they wait.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from ._edits import ChangeCandidate
 from .buffer import Change, Group, Timeline, grouped
 
 _LEAST_SHARE = 0.02  # changes that save less of the peak are left out
-_MUCH = 0.15  # of the peak, that a function has which is tried though it is predicted to save nothing
+_MUCH = 0.15  # of the peak, that a function has which is tried though the timeline stays as high
 _MOST_TRIED = 4  # of such functions
 
 
 class AdvisedTimeline(Timeline):
-    """A timeline with changes that would lower its peak, for the views."""
+    """A timeline with changes that may lower its peak, for the views."""
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The changes that are worth it, the largest saving first; of two with the same target the better one."""
-        changes = (c.change for c in candidates(self))
-        return tuple(sorted(changes, key=lambda c: (-c.saved_bytes, c.action, c.owner)))
+        """The changes that are worth it, those first that free most at the peak."""
+        key = lambda c: (-c.freed_bytes, c.change.action, c.change.owner)
+        return tuple(c.change for c in sorted(candidates(self), key=key))
 
     @cached_property
     def at_peak(self) -> tuple[Group, ...]:
@@ -46,12 +45,11 @@ class AdvisedTimeline(Timeline):
 
 
 def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool = False) -> list[ChangeCandidate]:
-    """The changes that are worth it, the cheapest first: those that save a share of the peak, or the bytes that are
+    """The changes that are worth it, the cheapest first: those that free a share of the peak, or the bytes that are
     missing.
 
     Args:
-        to_try: whether they will be compiled: then with each function that has much of the peak, whatever the timeline
-            predicts.
+        to_try: whether they will be compiled: then with each function that has much of the peak.
     """
     if profile.note:
         return []
@@ -67,7 +65,7 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         rows,
     ]
     least = min(_LEAST_SHARE * profile.peak_bytes, max(missing, 1))
-    advised = [c for make in makers for c in make(profile) if c.change.saved_bytes >= least]
+    advised = [c for make in makers for c in make(profile) if c.freed_bytes >= least]
     if to_try:
         at_peak = set(profile.alive(profile.peak_step))
         held = lambda c: sum(b.num_bytes for b in c.buffers & at_peak)
@@ -81,9 +79,9 @@ def candidates(profile: Timeline, missing: float = float("inf"), *, to_try: bool
         ]
         unadvised = [c for c in unadvised if c.edit not in edits]
         unadvised = sorted((c for c in unadvised if held(c) >= _MUCH * profile.peak_bytes), key=held, reverse=True)
-        unpredicted = [c._replace(change=c.change._replace(saved_bytes=0)) for c in unadvised[:_MOST_TRIED]]
-        return [*advised, *unpredicted, *policies(advised), *in_parts(profile)]
-    # Splitting the batch nearly always saves most, but not in every program may a batch be split: it is advised where
+        unlisted = [c._replace(freed_bytes=0) for c in unadvised[:_MOST_TRIED]]
+        return [*advised, *unlisted, *policies(advised), *in_parts(profile)]
+    # Splitting the batch nearly always frees most, but not in every program may a batch be split: it is advised where
     # no other change does a quarter of it.
-    most = max((c.change.saved_bytes for c in advised), default=0)
-    return advised + [c for c in in_parts(profile) if c.change.saved_bytes >= max(4 * most, least)]
+    most = max((c.freed_bytes for c in advised), default=0)
+    return advised + [c for c in in_parts(profile) if c.freed_bytes >= max(4 * most, least)]

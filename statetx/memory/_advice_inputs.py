@@ -33,19 +33,19 @@ def donations(profile: Timeline) -> Iterable[ChangeCandidate]:
         text = f"Donate {what}: statetx.jit(step, {how}). An output takes their memory."
         num_bytes = sum(b.num_bytes for b in buffers)
         edit = Donate(frozenset(b.owner for b in buffers))
-        yield ChangeCandidate(Change("donate", target, text, num_bytes), frozenset(buffers), edit)
+        yield ChangeCandidate(Change("donate", target, text), frozenset(buffers), num_bytes, edit)
 
 
 def order(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Outputs of a step in another order than the donated inputs of their type: compiled when the profile was made."""
     if profile.reordered is not None:
-        yield ChangeCandidate(profile.reordered, frozenset(), InOrder())
+        yield ChangeCandidate(profile.reordered, frozenset(), profile.reordered.saved_bytes, InOrder())
 
 
 def releases(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Updates of scanned layers, which could run in the loop that computes their gradients."""
     if profile.releasable is not None:
-        yield ChangeCandidate(profile.releasable, frozenset(), ReleaseGradients())
+        yield ChangeCandidate(profile.releasable, frozenset(), profile.releasable_bytes, ReleaseGradients())
 
 
 def argument_of(path: str) -> str:
@@ -64,5 +64,5 @@ def constants(profile: Timeline) -> Iterable[ChangeCandidate]:
         plural = f"the constants {types} as arguments, or keep them in States", "its own copies of them"
         which, copies = plural if len(large) > 1 else singular
         text = f"Pass {which}: a compiled program has {copies}."
-        change = Change("argument", large[0].owner, text, sum(b.num_bytes for b in large))
-        yield ChangeCandidate(change, frozenset(large), AsArguments())
+        change = Change("argument", large[0].owner, text)
+        yield ChangeCandidate(change, frozenset(large), sum(b.num_bytes for b in large), AsArguments())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from .._loops import schedule
 from .._loops.strategy import Levels, Slots, Strategy
 from ._edits import ChangeCandidate, Checkpoint
-from .buffer import Buffer, Change, Gap, Kind, Loop, Timeline, is_backward, saving
+from .buffer import Buffer, Change, Gap, Kind, Loop, Timeline, freed_bytes
 
 
 def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
@@ -23,30 +23,18 @@ def _stacks(profile: Timeline, kind: Kind) -> dict[Loop, list[Buffer]]:
     return stacks
 
 
-def _step_of_reversal(buffers: Sequence[Buffer], profile: Timeline) -> tuple[int, int]:
-    """First and last step of the backward pass of a loop."""
-    reads = [r for b in buffers for r in b.readers if is_backward(profile, r, b)]
-    end = max(b.end for b in buffers)
-    return (min(reads) if reads else end), end
-
-
 def bodies(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCandidate]:
     """Rematerialize a loop's body: it stacks its carry, and one step's residuals are recomputed at a time."""
     for loop, stacks in _stacks(profile, kind).items():
         inner = [b for b in stacks if b.primitive != "carry"]
-        length = loop.length or 1
-        if not inner:
-            continue
-        gaps = [Gap(b.start, b.end, b.num_bytes) for b in inner]
-        # XLA stacks the part of the carry that the backward pass reads.
-        stacked_bytes = sum(b.num_bytes for b in stacks if b.primitive == "carry")
-        added_bytes = max(0, length * _carry_bytes(stacks) - stacked_bytes)
-        gaps.append(Gap(min(b.start for b in stacks), max(b.end for b in stacks), -added_bytes))
-        begin, end = _step_of_reversal(inner, profile)
-        gaps.append(Gap(begin, end, -sum(b.num_bytes for b in inner) // length))
-        change = Change("remat", str(loop), _text_of_body(loop), saving(profile, gaps))
-        more = functools.partial(_checkpointed, profile, loop, stacks, 2)
-        yield ChangeCandidate(change, frozenset(inner), Checkpoint(loop), more)
+        if inner:
+            change, num_bytes = Change("remat", str(loop), _text_of_body(loop)), _freed_bytes(profile, inner)
+            more = functools.partial(_checkpointed, profile, loop, frozenset(stacks), 2)
+            yield ChangeCandidate(change, frozenset(inner), num_bytes, Checkpoint(loop), more)
+
+
+def _freed_bytes(profile: Timeline, stacks: Iterable[Buffer]) -> int:
+    return freed_bytes(profile, (Gap(b.start, b.end, b.num_bytes) for b in stacks))
 
 
 def _text_of_body(loop: Loop) -> str:
@@ -63,23 +51,16 @@ def checkpoints(profile: Timeline, kind: Kind = "residual") -> Iterable[ChangeCa
     a time.
     """
     for loop, stacks in _stacks(profile, kind).items():
-        if first := _checkpointed(profile, loop, stacks, 2):
+        if first := _checkpointed(profile, loop, frozenset(stacks), 2):
             yield first
 
 
-def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level: int) -> ChangeCandidate | None:
+def _checkpointed(profile: Timeline, loop: Loop, stacks: frozenset[Buffer], level: int) -> ChangeCandidate | None:
     """A loop with a strategy whose steps run so many times at most before their reversal."""
     length = loop.length or 1
-    strategy, num_carries, num_steps = _strategy(profile.backend, length, level)
+    strategy, num_carries = _strategy(profile.backend, length, level)
     if level > 2 and num_carries >= _strategy(profile.backend, length, level - 1)[1]:
         return None
-    step = num_steps * sum(b.num_bytes for b in stacks) // length
-    start, end = min(b.start for b in stacks), max(b.end for b in stacks)
-    gaps = [Gap(b.start, b.end, b.num_bytes) for b in stacks]
-    gaps += [
-        Gap(start, end, -num_carries * _carry_bytes(stacks)),
-        Gap(_step_of_reversal(stacks, profile)[0], end, -step),
-    ]
     how = ""
     if loop.library:
         how = f", which is in {loop.library}, by a plan (statetx.plan), or with a loop of your own in its place"
@@ -87,22 +68,17 @@ def _checkpointed(profile: Timeline, loop: Loop, stacks: Sequence[Buffer], level
         f"Checkpoint the {loop}{how}: statetx.scan(..., checkpoint=statetx.policies.{strategy!r}) keeps "
         f"{num_carries} carries."
     )
-    change = Change("slots", str(loop), text, saving(profile, gaps))
-    more = functools.partial(_checkpointed, profile, loop, stacks, level + 1)
-    return ChangeCandidate(change, frozenset(stacks), Checkpoint(loop, strategy), more)
+    change, more = Change("slots", str(loop), text), functools.partial(_checkpointed, profile, loop, stacks, level + 1)
+    return ChangeCandidate(change, stacks, _freed_bytes(profile, stacks), Checkpoint(loop, strategy), more)
 
 
-def _carry_bytes(stacks: Sequence[Buffer]) -> int:
-    return max(b.carry_bytes for b in stacks)
-
-
-def _strategy(backend: str, length: int, level: int) -> tuple[Strategy, int, int]:
-    """The strategy, the carries that it keeps, and the steps whose residuals are alive at a time.
+def _strategy(backend: str, length: int, level: int) -> tuple[Strategy, int]:
+    """The strategy, and the carries that it keeps.
 
     On GPUs XLA waits for the device in each turn of a schedule of slots (decision 47).
     """
     if backend == "gpu":
         lengths = schedule.nested_lengths(length, level)
-        return Levels(level), sum(lengths[:-1]), lengths[-1]
+        return Levels(level), sum(lengths[:-1])
     slots = schedule.slots_for(length, level)
-    return Slots(slots), slots, 1
+    return Slots(slots), slots

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ._advice_inputs import argument_of
-from ._edits import ChangeCandidate, InParts, Predicted
-from .buffer import Buffer, Change, Gap, Timeline, saving, shape_of
+from ._edits import ChangeCandidate, InParts, Untried
+from .buffer import Buffer, Change, Gap, Timeline, freed_bytes, shape_of
 
 _NUM_PARTS = 8  # of a value that is computed in parts
 _LEAST_EXAMPLES = 4  # that a batch has
@@ -37,8 +37,11 @@ def rows(profile: Timeline) -> Iterable[ChangeCandidate]:
             f"If {condition}, compute them in {_NUM_PARTS} parts, as with statetx.map(..., "
             f"batch_size={-(-size // _NUM_PARTS)})."
         )
-        change = Change("microbatch", where, text, saving(profile, gaps), condition)
-        yield ChangeCandidate(change, frozenset(alike), Predicted("only you know whether its rows are independent"))
+        change, why = (
+            Change("microbatch", where, text, condition=condition),
+            "only you know whether its rows are independent",
+        )
+        yield ChangeCandidate(change, frozenset(alike), freed_bytes(profile, gaps), Untried(why))
 
 
 def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandidate]:
@@ -71,10 +74,6 @@ def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandid
     if not num:
         return
     gaps = [Gap(b.start, b.end, b.num_bytes - b.num_bytes // num) for b in buffers]
-    # Gradients are added up from the first part on. As outputs they have their memory for the whole time already.
-    inputs = {b.type for b in profile.buffers if b.kind in ("state", "argument")}
-    gradients = [b for b in temporary if b.phase == "backward" and b.type in inputs and b not in set(buffers)]
-    gaps += [Gap(0, b.start - 1, -b.num_bytes) for b in gradients]
     where, how = (" on each device", ", interleave=True") if profile.num_devices > 1 else ("", "")
     names = ", ".join(leading[size])
     condition = f"axis 0 of {names} holds {size:,} independent examples{where} (not steps in time)"
@@ -82,8 +81,11 @@ def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandid
         f"If {condition}, split them into {num} parts: take the gradient of statetx.microbatch(loss, {num}, "
         f"argnums=...{how}), whose argnums= are the arguments of the loss with these examples."
     )
-    change = Change("microbatch", "batch", text, saving(profile, gaps), condition)
-    yield ChangeCandidate(change, frozenset(buffers), InParts(frozenset(leading[size]), size, num, bool(how)))
+    change, edit = (
+        Change("microbatch", "batch", text, condition=condition),
+        InParts(frozenset(leading[size]), size, num, bool(how)),
+    )
+    yield ChangeCandidate(change, frozenset(buffers), freed_bytes(profile, gaps), edit)
 
 
 def _leading_axes(profile: Timeline) -> dict[int, list[str]]:

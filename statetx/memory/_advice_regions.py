@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +12,7 @@ from .._text import short_path
 from ..kinds.linen import flax_remat, module_with_method
 from ._calls import Calls, function_of, line_of
 from ._edits import ChangeCandidate, Checkpoint, Rematerialize, SaveLess, StoreBits
-from .buffer import Buffer, Change, Gap, Timeline, bits_of, is_backward, saving
+from .buffer import Buffer, Change, Gap, Timeline, bits_of, freed_bytes, is_backward
 
 _LEAST_SHARE = 0.02  # of what policies save in a function, of a result that is named
 _POLICY = "dots_without_batch_dims"  # for a rematerialized function
@@ -21,21 +22,21 @@ def functions(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Propose each function that the user could rematerialize: its residuals live in the forward pass and in its own
     backward pass only.
     """
-    history = _History(profile)
+    kept = _kept(profile)
     proposed: set[frozenset[Buffer]] = set()
-    for function in _functions(profile, (b.start for b in history.kept)):
+    for function in _functions(profile, (b.start for b in kept)):
         calls = Calls(profile, function)
-        freed, gaps = history.freed(function, calls)
+        freed, gaps = _freed(profile, kept, function, calls)
         if frozenset(freed) in proposed:  # a function that does nothing but call another one, in a loop perhaps
             continue
         proposed.add(frozenset(freed))
-        saved = saving(profile, gaps)
+        num_bytes = freed_bytes(profile, gaps)
         times = f" ({calls.num} calls)" if calls.num > 1 else ""
         if saves := _saved_by_policy(profile, freed):
             regions = ", ".join(sorted({b.region for b in saves}))
             primitives = ", ".join(sorted({profile.steps[b.start].primitive for b in saves}))
             text = f"Save less in {function}{times}: the policy of {regions} saves results of {primitives}."
-            yield ChangeCandidate(Change("policy", function, text, saved), frozenset(freed), SaveLess(function))
+            yield ChangeCandidate(Change("policy", function, text), frozenset(freed), num_bytes, SaveLess(function))
             continue
         nested = any(b.kind == "recomputed" and b.region for b in freed)  # not by XLA itself, which has no region
         where = ", inside the function that is rematerialized already" if nested else ""
@@ -43,24 +44,23 @@ def functions(profile: Timeline) -> Iterable[ChangeCandidate]:
         linen = module_with_method(function, file)
         how = f"@statetx.remat{_at(profile, function, file)}" if linen is None else flax_remat(linen)
         text = f"Rematerialize {function}{times} with {how}{where}."
-        yield ChangeCandidate(Change("remat", function, text, saved), frozenset(freed), Rematerialize(function))
+        change = Change("remat", function, text)
+        yield ChangeCandidate(change, frozenset(freed), num_bytes, Rematerialize(function))
 
 
 def policies(advised: Iterable[ChangeCandidate]) -> Iterable[ChangeCandidate]:
-    """Propose a policy for the function, or the body of a loop, whose rematerialization is predicted to save most; how
-    much is not known.
-    """
+    """Propose a policy for the function, or the body of a loop, whose rematerialization frees most."""
     remats = [c for c in advised if c.change.action == "remat" and "statetx.remat" in c.change.text]
-    for c in sorted(remats, key=lambda c: -c.change.saved_bytes)[:1]:
+    for c in sorted(remats, key=lambda c: -c.freed_bytes)[:1]:
         text = c.change.text.replace("statetx.remat", f"statetx.remat(policy={_POLICY!r})")
-        change = c.change._replace(action="policy", text=text.replace("carry only", "carry and these"), saved_bytes=0)
+        change = c.change._replace(action="policy", text=text.replace("carry only", "carry and these"))
         assert isinstance(c.edit, (Rematerialize, Checkpoint))
         edit = dataclasses.replace(c.edit, policy=_POLICY)
-        yield ChangeCandidate(change, c.buffers, edit, stronger=lambda c=c: c)
+        yield ChangeCandidate(change, c.buffers, 0, edit, stronger=lambda c=c: c)
 
 
 def stacked(profile: Timeline) -> Iterable[ChangeCandidate]:
-    """Functions in the body of a loop, which stacks their residuals: by how much the peak falls is not known."""
+    """Functions in the body of a loop, which stacks their residuals."""
     by_function: dict[str, list[Buffer]] = defaultdict(list)
     for b in profile.buffers:
         if b.stacked is not None and b.kind in ("residual", "recomputed"):
@@ -68,7 +68,7 @@ def stacked(profile: Timeline) -> Iterable[ChangeCandidate]:
     for function, buffers in by_function.items():
         loop, file = buffers[0].stacked, buffers[0].source.rpartition(":")[0]
         text = f"Rematerialize {function} with @statetx.remat{_at(profile, function, file)}, in the {loop}."
-        yield ChangeCandidate(Change("remat", function, text, 0), frozenset(buffers), Rematerialize(function))
+        yield ChangeCandidate(Change("remat", function, text), frozenset(buffers), 0, Rematerialize(function))
 
 
 def _at(profile: Timeline, function: str, file: str) -> str:
@@ -107,7 +107,7 @@ def bits(profile: Timeline) -> Iterable[ChangeCandidate]:
     """Propose each function that reads zeros and ones, as floats or bytes: rematerialized, it needs an eighth of a byte
     for each after its last read in the forward pass.
     """
-    bits, history = _bits_kept(profile), _History(profile)
+    bits, kept = _bits_kept(profile), _kept(profile)
     proposed: set[frozenset[Buffer]] = set()
     for function in _functions(profile, {r for b in bits for r in b.readers}):
         calls = Calls(profile, function)
@@ -117,22 +117,15 @@ def bits(profile: Timeline) -> Iterable[ChangeCandidate]:
         if not inputs or inputs in proposed:
             continue
         proposed.add(inputs)
-        freed, gaps = history.freed(function, calls)
-        saved_by_remat = saving(profile, gaps)
+        freed, gaps = _freed(profile, kept, function, calls)
+        freed_by_remat = freed_bytes(profile, gaps)
         for b in inputs:
-            backward = [r for r in b.readers if is_backward(profile, r, b)]
-            forward = [r for r in b.readers if r < min(backward, default=0)]
-            if backward:
-                last = max([b.start, *forward])
-                packed_bytes = -(-b.num_bytes // bits_of(b.type))
-                gaps.append(Gap(last + 1, min(backward) - 1, b.num_bytes - packed_bytes))
-            if backward and forward and any(profile.steps[r].is_recomputed for r in backward):
-                # A region that stores bits runs as a whole, so that nothing of it is reserved before.
-                gaps.append(Gap(b.start, min(forward) - 1, b.num_bytes))
+            packed_bytes = -(-b.num_bytes // bits_of(b.type))
+            gaps += [gap._replace(num_bytes=b.num_bytes - packed_bytes) for gap in _waiting(profile, [b])]
         readers = (profile.steps[r] for b in inputs for r in b.readers)
         file = next((f.file for step in readers for f in step.frames if f.function == function), "")
-        saved = saving(profile, gaps) - saved_by_remat
-        yield from _storing_bits(profile, function, file, inputs, saved, freed, calls.num)
+        num_bytes = freed_bytes(profile, gaps) - freed_by_remat
+        yield from _storing_bits(profile, function, file, inputs, num_bytes, freed, calls.num)
 
 
 def stacked_bits(profile: Timeline) -> Iterable[ChangeCandidate]:
@@ -157,7 +150,7 @@ def _storing_bits(
     function: str,
     file: str,
     buffers: Iterable[Buffer],
-    saved: int,
+    num_bytes: int,
     freed: Iterable[Buffer] = (),
     num_calls: int = 1,
 ) -> Iterable[ChangeCandidate]:
@@ -169,98 +162,41 @@ def _storing_bits(
         f"@statetx.remat(inputs_stored_as='bits'){_at(profile, function, file)}, or "
     )
     text += "a tuple, as in ('bits', None), if not all of its arguments are 0 or 1."
-    change, freed = Change("bits", function, text, saved), frozenset([*buffers, *freed])
+    change, freed = Change("bits", function, text), frozenset([*buffers, *freed])
     regions = {b.region for b in profile.buffers} - {""}
     prerequisite = None if any(_is_region(function, r) for r in regions) else Rematerialize(function)
-    yield ChangeCandidate(change, freed, StoreBits(function), prerequisite=prerequisite)
+    yield ChangeCandidate(change, freed, num_bytes, StoreBits(function), prerequisite=prerequisite)
 
 
-def _most_ended(buffers: Sequence[Buffer]) -> int:
-    """The step at which at most a tenth of the bytes is still alive.
+def _kept(profile: Timeline) -> list[Buffer]:
+    """Buffers that a change of the user's may shorten: residuals and recomputed values; no stacks of loops."""
+    # Values that XLA itself recomputes have no region.
+    is_kept = lambda b: b.kind == "residual" or (b.kind == "recomputed" and b.region)
+    return [b for b in profile.buffers if is_kept(b) and b.stacked is None]
 
-    XLA fuses small chains of derivatives into much later steps, which the barrier around a rematerialized function
-    prevents.
+
+def _freed(profile: Timeline, kept: Iterable[Buffer], function: str, calls: Calls) -> tuple[list[Buffer], list[Gap]]:
+    """Buffers that the calls of a function no longer keep if it is rematerialized, and when."""
+    by_call: dict[int, list[Buffer]] = defaultdict(list)
+    for b in kept:
+        call = calls.of(b.start)
+        if call is not None and not _leaves(profile, b, calls) and not _is_freed_already(profile, b, function):
+            by_call[call].append(b)
+    gaps = [_waiting(profile, residuals, has_loop=calls.has_loop) for residuals in by_call.values()]
+    return [*itertools.chain(*by_call.values())], [*itertools.chain(*gaps)]
+
+
+def _waiting(profile: Timeline, residuals: Sequence[Buffer], *, has_loop: bool = True) -> list[Gap]:
+    """From the last step of the forward pass that reads each of these to the first of the backward pass that reads
+    any; to the end for results that XLA fuses into the step that reads them.
+
+    Args:
+        has_loop: whether a loop is computed again, as a whole: XLA fuses within one repetition only.
     """
-    remaining_bytes = sum(b.num_bytes for b in buffers) / 10
-    for b in sorted(buffers, key=lambda b: -b.end):
-        remaining_bytes -= b.num_bytes
-        if remaining_bytes <= 0:
-            return b.end
-    return buffers[0].end
-
-
-class _History:
-    """Operands of each buffer of a program.
-
-    Attributes:
-        kept: buffers that a change of the user's may shorten: residuals and recomputed values; no stacks of loops.
-    """
-
-    def __init__(self, profile: Timeline):
-        self.profile = profile
-        self.steps = profile.steps
-        self._read_at: dict[int, list[Buffer]] = defaultdict(list)
-        for b in profile.buffers:
-            for r in b.readers:
-                self._read_at[r].append(b)
-        # Values that XLA itself recomputes have no region.
-        is_kept = lambda b: b.kind == "residual" or (b.kind == "recomputed" and b.region)
-        self.kept = [b for b in profile.buffers if is_kept(b) and b.stacked is None]
-
-    def freed(self, function: str, calls: Calls) -> tuple[list[Buffer], list[Gap]]:
-        """Buffers that the calls of a function no longer keep if it is rematerialized, and when."""
-        profile = self.profile
-        by_call: dict[int, list[Buffer]] = defaultdict(list)
-        for b in self.kept:
-            call = calls.of(b.start)
-            if call is not None and not _leaves(profile, b, calls) and not _is_freed_already(profile, b, function):
-                by_call[call].append(b)
-        freed: list[Buffer] = []
-        gaps: list[Gap] = []
-        for residuals in by_call.values():
-            backward = [r for b in residuals for r in b.readers if is_backward(profile, r, b)]
-            if not backward:
-                continue
-            begin, end = min(backward), _most_ended(residuals)
-            for b in residuals:
-                last = max([b.start, *(r for r in b.readers if r < begin)])
-                gaps.append(Gap(last + 1, b.end, b.num_bytes))
-                freed.append(b)
-            # A loop is computed again as a whole before the first derivative, and XLA fuses within one repetition only.
-            num_bytes = sum(b.num_bytes for b in residuals)
-            gaps.append(Gap(begin, end, -(num_bytes if calls.has_loop else self.recomputed_bytes(residuals, function))))
-        return freed, gaps
-
-    def recomputed_bytes(self, residuals: Sequence[Buffer], function: str) -> int:
-        """Bytes that the backward pass of a call holds of these, if it computes them again.
-
-        XLA fuses elementwise operations into the reading one. So memory is taken by the results of other operations,
-        and by values that other operations read.
-        """
-        held: set[Buffer] = set()
-        for b in residuals:
-            readers = [self.steps[r].primitive for r in b.readers if is_backward(self.profile, r, b)]
-            if not all(map(_is_fused, readers)):
-                held.add(b)
-            self._add_sources(b, function, held, set())
-        return min(sum(b.num_bytes for b in held), sum(b.num_bytes for b in residuals))
-
-    def _add_sources(self, b: Buffer, function: str, held: set[Buffer], seen: set[Buffer]) -> None:
-        """Add the sources of `b` behind its elementwise operations: results of operations that XLA does not fuse."""
-        if b in seen or function not in self.steps[b.start].stack:
-            return
-        seen.add(b)
-        if not _is_fused(self.steps[b.start].primitive):
-            held.add(b)
-            return
-        for source in self._read_at[b.start]:
-            if source is not b and source.kind not in ("argument", "state", "constant"):
-                self._add_sources(source, function, held, seen)
-
-
-def _is_fused(primitive: str) -> bool:
-    """Whether XLA computes it inside the operation that reads it. Its own operations have no primitive, and are so."""
-    return primitive == "" or primitive in FUSED
+    begin = min((r for b in residuals for r in b.readers if is_backward(profile, r, b)), default=0)
+    last = lambda b: max([b.start, *(r for r in b.readers if r < begin)])
+    end = lambda b: begin - 1 if has_loop or b.primitive not in FUSED else b.end
+    return [Gap(last(b) + 1, end(b), b.num_bytes) for b in residuals]
 
 
 def _functions(profile: Timeline, steps: Iterable[int]) -> list[str]:

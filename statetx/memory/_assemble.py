@@ -54,7 +54,6 @@ class Assembly:
         self.readers = readers(self.schedule, self.flow)
         # A cache of the object's own: one of the class would keep every program.
         self.module = functools.cache(self._module)  # `(instruction) -> object`
-        self.carry_bytes = functools.cache(self._carry_bytes)  # `(id of a loop) -> int`
         num_outputs = len({index[0] for index in self.flow.places[root] if index}) or 1
         if (
             len(inputs.outputs) != num_outputs
@@ -173,7 +172,6 @@ class Assembly:
             region=origin.region,
             loop=self._loop(instruction) if stacked is None else None,
             stacked=stacked,
-            carry_bytes=0 if stack is None else self.carry_bytes(stack.instruction.id),
             allocation=group[0].allocation,
             offset=group[0].offset,
             readers=tuple(sorted({step for x in group for step in self.readers.get(x.value, ())})),
@@ -214,19 +212,6 @@ class Assembly:
             if slice_ is not None and loop is not None:
                 return _FilledStack(loop, self.names.loops(maker)[0], slice_)
         return None
-
-    def _carry_bytes(self, number: int) -> int:
-        """Bytes that a loop carries from one step to the next: of the tuple that its body takes and returns, without
-        the values that it returns unchanged and the stacks that it fills.
-        """
-        loop = self.program.instructions[number]
-        into, out = self.flow.places[loop.operands[0]], self.flow.places[self.program.computations[loop.called[0]].root]
-        carried = 0
-        for index, values in out.items():
-            makers = [self.program.instructions[self.program.values[v].place[0]] for v in values]
-            if index and values != into.get(index) and not any(map(self.names.stacking, makers)):
-                carried += bytes_of(_type_at(loop.type, index))
-        return carried
 
     def _kind(self, group: Sequence[Lifetime], parameter: Instruction | None, origin: Origin) -> Kind:
         if parameter is not None:

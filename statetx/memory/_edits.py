@@ -1,7 +1,6 @@
 """Changes of the user's code as edits of the staged program: decisions for a derivative, donation, parts of a batch.
 
-An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one, and its saving by
-the timeline of a profile.
+An edit is a frozen value. `Trials` compiles a program with some of them. A `ChangeCandidate` has one.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ class ReleaseGradients(Edit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted(Edit):
-    """A change that is not tried."""
+class Untried(Edit):
+    """A change that is named and not tried."""
 
     why: str
 
@@ -192,6 +191,8 @@ class ChangeCandidate(NamedTuple):
     """A change, and the buffers that it shortens. Candidates are listed by their cost in time, the cheapest first.
 
     Attributes:
+        freed_bytes: by how much the peak would fall without these buffers while they wait for the backward pass. It
+            orders changes that are not compiled.
         edit: the change of the staged program, for the trial.
         prerequisite: the change that it presupposes, if any.
         stronger: makes the same change with a number that saves more; None if there is none.
@@ -199,6 +200,7 @@ class ChangeCandidate(NamedTuple):
 
     change: Change
     buffers: frozenset[Buffer]
+    freed_bytes: int
     edit: Edit
     stronger: Callable[[], ChangeCandidate | None] = lambda: None
     prerequisite: Edit | None = None

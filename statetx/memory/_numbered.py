@@ -9,6 +9,10 @@ in the compiled program.
 
 A profiler of our own was rejected (`sys.setprofile`, `sys.monitoring`): it slows the trace, may take the place of
 another, and sees nothing of a program that was traced before.
+
+So were the periods of equal structure that the planner finds: a function that is a loop has one for each repetition.
+Of the 36 programs in `tests/test_memory_calls.py` they give the calls of 19. Without the loops in the code 17 programs
+have wrong numbers, without the paths of the weights 11.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class _RemedySearch:
         if not (remedies and remedies[-1].fits):
             compiled = [t.candidate for t in tried]
             every = [*self._first, *self._others]
-            unknown = [c for c in every if c not in compiled and c.change.saved_bytes > 0]
+            unknown = [c for c in every if c not in compiled and c.freed_bytes > 0]
             saved = remedies[-1].saved_bytes if remedies else 0
             needed = profile.peak_bytes + profile.constant_bytes - saved
             for change, edit in _named(unknown, frozenset(b for c in chosen for b in c.buffers)):
@@ -165,7 +165,7 @@ class _RemedySearch:
                 continue
             cost = self._cost([c], is_first=is_first)
             peak_before = None if cost is None else self._peak_before(c)
-            if cost is None and not c.change.saved_bytes:  # nothing is predicted of it
+            if cost is None and not c.freed_bytes:  # it is not named either
                 continue
             if cost is None or peak_before is None:
                 why = f"not tried: {self._trials.why_not(c.edit)}"
@@ -187,7 +187,7 @@ class _RemedySearch:
 
     def _remedy(self, change: Change, peak_before: int, cost: Cost) -> Remedy:
         peak, operations = cost.peak_bytes, self._trials.added_operations(cost)
-        change = change._replace(saved_bytes=peak_before - peak)
+        change = change._replace(saved_bytes=peak_before - peak, is_compiled=True)
         saved, needed = self._profile.peak_bytes - peak, peak + self._profile.constant_bytes
         return Remedy(change, saved, needed, peak <= self._most, True, operations, cost.seconds)
 
@@ -273,25 +273,23 @@ class _RemedySearch:
 
 
 def _named(unknown: Sequence[ChangeCandidate], freed: Set[Buffer]) -> Iterator[tuple[Change, Edit]]:
-    """The changes that were not compiled, without bytes. Of two that free the same buffer the one that is predicted to
-    save more.
-    """
-    for c in sorted(unknown, key=lambda c: -c.change.saved_bytes):
+    """The changes that were not compiled. Of two that free the same buffer the one that frees more at the peak."""
+    for c in sorted(unknown, key=lambda c: -c.freed_bytes):
         if not freed & c.buffers:
             freed |= c.buffers
-            yield c.change._replace(saved_bytes=0), c.edit
+            yield c.change, c.edit
 
 
 def in_order(advised: Iterable[ChangeCandidate]) -> tuple[list[ChangeCandidate], list[ChangeCandidate]]:
     """The changes in the order of their trials: those that are tried in any case, and the others.
 
-    First those that add no operations, then rematerialization of the functions or loop that are predicted to save most,
-    the same with a policy, and parts of the batch.
+    First those that add no operations, then rematerialization of the functions or loop that free most at the peak, the
+    same with a policy, and parts of the batch.
     """
-    by_saving = sorted(advised, key=lambda c: -c.change.saved_bytes)
-    first = [c for c in by_saving if c.change.action in _FREE]
-    first += [c for a in _FIRST for c in [c for c in by_saving if c.change.action == a][:1]]
-    return first, [c for c in by_saving if not any(c is x for x in first)]
+    most_first = sorted(advised, key=lambda c: -c.freed_bytes)
+    first = [c for c in most_first if c.change.action in _FREE]
+    first += [c for a in _FIRST for c in [c for c in most_first if c.change.action == a][:1]]
+    return first, [c for c in most_first if not any(c is x for x in first)]
 
 
 def _edits_of(chosen: Sequence[ChangeCandidate]) -> list[Edit]:
@@ -324,12 +322,12 @@ class _Alone(NamedTuple):
 
     @property
     def price(self) -> tuple[bool, float, int]:
-        """Sort key: added operations for a byte; changes that save nothing alone come last, by their predictions. A
-        change that presupposes another one comes after that.
+        """Sort key: added operations for a byte; changes that save nothing alone come last. A change that presupposes
+        another one comes after that.
         """
         saved, is_late = self.alone.saved_bytes, self.candidate.prerequisite is not None
         if saved <= 0:
-            return is_late, float("inf"), -self.candidate.change.saved_bytes
+            return is_late, float("inf"), -self.candidate.freed_bytes
         return is_late, max(self.added_cost, 0.0) / saved, -saved
 
     @property

@@ -83,7 +83,6 @@ def _row(groups: Sequence[Group]) -> PeakRow:
     # The largest first: a table of pointers is no row's content.
     sizes = sums((b.shown_type, b.num_bytes) for b in buffers)
     texts = [f"{types[name]} x {name}" if types[name] > 1 else name for name in sizes]
-    changes = [g.change for g in groups if g.change is not None]
     return PeakRow(
         num_bytes=sum(g.num_bytes for g in groups),
         kind=first.kind,
@@ -93,7 +92,7 @@ def _row(groups: Sequence[Group]) -> PeakRow:
         source=first.source,
         arrays=", ".join([*texts[:2], *(["..."] if len(texts) > 2 else [])]),
         place=_place(first),
-        change=max(changes, key=lambda c: c.saved_bytes, default=None),
+        change=next((g.change for g in groups if g.change is not None), None),
     )
 
 
@@ -115,18 +114,20 @@ def _loop(loop: Loop) -> str:
 
 
 def headline(profile: AdvisedTimeline) -> str:
-    """Two sentences: the step and the largest owner at the peak; the largest saving."""
+    """Two sentences: the step and the largest owner at the peak; the first change."""
     changes = profile.changes
     if not changes:
         return _peak_sentence(profile)
-    best = _sentence(changes[0])
-    return f"{_peak_sentence(profile)} Largest saving: {best[0].lower()}{best[1:]})."
+    best = _sentence(changes[0], profile)
+    return f"{_peak_sentence(profile)} To try first: {best[0].lower()}{best[1:]}"
 
 
-def _sentence(change: Change) -> str:
-    """Sentence with an open parenthesis, for its share."""
-    how = "compiled" if change.is_compiled else "predicted"
-    return f"{change.text.rstrip('.')}: {format_bytes(change.saved_bytes)} less ({how}"
+def _sentence(change: Change, profile: AdvisedTimeline) -> str:
+    text = change.text.rstrip(".")
+    if not change.is_compiled:
+        return f"{text}."
+    share = percent(change.saved_bytes, profile.peak_bytes)
+    return f"{text}: {format_bytes(change.saved_bytes)} less (compiled, {share})."
 
 
 def _peak_sentence(profile: AdvisedTimeline) -> str:
@@ -355,7 +356,7 @@ def _total(num_bytes: int, label: str, profile: AdvisedTimeline) -> list[Cell]:
 
 
 def _notes(profile: AdvisedTimeline, changes: dict[Change, int]) -> list[tuple[str, str]]:
-    notes = [(f"[{n}]", f"{_sentence(c)}, {percent(c.saved_bytes, profile.peak_bytes)}).") for c, n in changes.items()]
+    notes = [(f"[{n}]", _sentence(c, profile)) for c, n in changes.items()]
     if 100 * profile.constant_bytes > profile.peak_bytes:
         notes.append(("Constants:", f"{_constants(profile)}."))
     notes += [("Gradients:", sentence) for sentence in profile.gradients]

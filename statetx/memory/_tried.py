@@ -45,7 +45,7 @@ from ..residuals.measure import ArrayProgram
 from ..transforms.microbatch import microbatch
 from ._advice_inputs import argument_of
 from ._calls import code_of, returned_arguments
-from ._edits import AsArguments, Donate, Edit, InOrder, InParts, Predicted, ReleaseGradients
+from ._edits import AsArguments, Donate, Edit, InOrder, InParts, ReleaseGradients, Untried
 from ._numbered import numbered
 from ._outline import Outline, UnresolvedError
 
@@ -181,7 +181,7 @@ class Trials:
         return not self._arrays.states
 
     def _changed(self, edits: Sequence[Edit]) -> Program:
-        if untried := next((e for e in edits if isinstance(e, Predicted)), None):
+        if untried := next((e for e in edits if isinstance(e, Untried)), None):
             raise NotTried(untried.why)
         arrays = self._arrays
         rewriter: _Edited = _Edited(edits, keeps_order=self._keeps_order, numbers_calls=self._retraces)

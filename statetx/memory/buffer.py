@@ -64,7 +64,6 @@ class Buffer:
         region: the rematerialized function that it belongs to; empty outside of them.
         loop: the innermost loop around it, or None.
         stacked: the loop that stacks it, one slice a step; or None.
-        carry_bytes: of a stack, the bytes that its loop carries from one step to the next.
         allocation, offset: its place: two buffers may share a place one after the other.
         readers: the steps that read it.
         stored_as: the format of an array stored in fewer bits (`Policy.stored_as`); empty for any other.
@@ -85,7 +84,6 @@ class Buffer:
     region: str = ""
     loop: Loop | None = None
     stacked: Loop | None = None
-    carry_bytes: int = 0
     allocation: int = 0
     offset: int = 0
     readers: tuple[int, ...] = ()
@@ -145,16 +143,16 @@ class Change(NamedTuple):
             "order".
         owner: of the saved bytes.
         text: what to do, in one sentence.
-        saved_bytes: by how much the peak would fall, predicted from the lifetimes of the buffers.
+        saved_bytes: by how much the peak falls, as compiled; 0 if the changed program was not compiled.
         condition: a condition on the program, part of `text`: if it fails, the change gives other results. Empty for a
             change that keeps them.
-        is_compiled: whether the saving is of a compiled program.
+        is_compiled: whether the changed program was compiled.
     """
 
     action: str
     owner: str
     text: str
-    saved_bytes: int
+    saved_bytes: int = 0
     condition: str = ""
     is_compiled: bool = False
 
@@ -217,6 +215,7 @@ class Timeline:
     note: str = ""
     reordered: Change | None = None
     releasable: Change | None = None
+    releasable_bytes: int = 0
     gradients: tuple[str, ...] = ()
 
     @property
@@ -297,14 +296,14 @@ def grouped(buffers: Iterable[Buffer]) -> list[Group]:
 
 
 class Gap(NamedTuple):
-    """Bytes that the changed program does not hold from one step to another; negative if it holds more."""
+    """Bytes that the changed program does not hold from one step to another."""
 
     start: int
     end: int
     num_bytes: int
 
 
-def saving(profile: Timeline, gaps: Iterable[Gap]) -> int:
+def freed_bytes(profile: Timeline, gaps: Iterable[Gap]) -> int:
     """Bytes that these gaps take off the peak of the timeline."""
     new_timeline = profile.timeline - alive_bytes(len(profile.steps), gaps)
     return int(profile.timeline.max() - new_timeline.max())

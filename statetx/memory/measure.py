@@ -210,7 +210,10 @@ def _profiled(traced: _TracedProgram, compiler_options: dict[str, Any]) -> Memor
         profile = dataclasses.replace(profile, reordered=_reordering(traced.jax_traced, saved))
     profile = dataclasses.replace(profile, note=traced.note)
     stacks = [] if traced.jaxpr is None else releasable(traced.jaxpr)
-    return dataclasses.replace(profile, releasable=_releasing(stacks)) if stacks else profile
+    if not stacks:
+        return profile
+    num_bytes = sum(stack.num_bytes for stack in stacks)
+    return dataclasses.replace(profile, releasable=_releasing(stacks), releasable_bytes=num_bytes)
 
 
 def _releasing(stacks: Sequence[GradientStack]) -> Change:
@@ -219,7 +222,7 @@ def _releasing(stacks: Sequence[GradientStack]) -> Change:
         f"Update the weights inside the backward loop: statetx.jit(step, ..., release_gradients=True), where they are "
         f"donated; or by a plan, plan.apply(step). Then {sizes}."
     )
-    return Change("release", "gradients", text, sum(stack.num_bytes for stack in stacks))
+    return Change("release", "gradients", text)
 
 
 def _reordering(traced: Any, saved: int) -> Change:
@@ -228,7 +231,7 @@ def _reordering(traced: Any, saved: int) -> Change:
         f"Return the new values in the order of the arguments: {place} returns outputs in another order than the "
         f"donated inputs of the same shape, which XLA then copies"
     )
-    return Change("order", place, text, saved, is_compiled=True)
+    return Change("order", place, text, saved_bytes=saved, is_compiled=True)
 
 
 def profile_of(
