@@ -698,6 +698,20 @@ def test_states_that_brainstate_leaves_without_a_value_are_no_results(jit):
     assert not vars(model)
 
 
+def test_states_that_a_program_kept_by_brainstate_does_not_create_again_are_no_results():
+    model = types.SimpleNamespace()
+
+    def step(x):
+        model.h = brainstate.HiddenState(jnp.sin(x))
+        return jnp.sum(model.h.value)
+
+    reference = brainstate.transform.jit(step)
+    for _ in range(2):
+        assert_same_step(reference, step, X[0])
+    with pytest.raises(AssertionError, match="output"):
+        assert_same_step(reference, lambda x: step(2 * x), X[0])
+
+
 def test_the_report_says_why_float64_is_not_possible():
     def step(total):
         add = lambda c, x: (c + total(x), None)

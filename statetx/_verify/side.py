@@ -104,6 +104,8 @@ class Side:
                 "and reset its value in the step; or assign it to an attribute of an object."
             )
         self.dropped |= {name for name, state in created.items() if has_no_value(state)}
+        # A program that a transform of their library has kept from an earlier call creates none.
+        self.dropped |= {name for name, write in self.writes(self.traced) if write.created} - created.keys()
         trees = {"output": out}
         trees |= {n: value_of(x) for n, x in {**created, **self.states}.items() if n not in self.dropped | without}
         # A state in a donated argument has no value any more, and was not written.
