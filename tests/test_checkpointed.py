@@ -399,6 +399,10 @@ MODES = {
     "reverse over reverse": lambda f, *args: jax.grad(lambda *a: total(jax.grad(f, (0, 1, 2))(*a)), (0, 1, 2))(*args),
     "reverse over forward": lambda f, *args: jax.grad(lambda w: jax.jvp(f, (w, *args[1:]), args)[1])(args[0]),
     "hessian": lambda f, w, h, xs: jax.hessian(lambda h: f(w, h, xs))(h),
+    "hessian of xs": lambda f, w, h, xs: jax.hessian(lambda xs: f(w, h, xs))(xs),
+    "jvp of vmap of grad, compiled": lambda f, w, h, xs: jax.jvp(
+        jax.jit(jax.vmap(jax.grad(lambda xs: f(w, h, xs)))), (jnp.stack([xs, -xs]),), (jnp.stack([xs, xs]),)
+    ),
     "vmap of grad": lambda f, w, h, xs: jax.vmap(jax.grad(f, (0, 1, 2)), (None, None, 0))(
         w, h, jnp.stack([xs, 2 * xs])
     ),
@@ -424,6 +428,14 @@ def test_strategies_agree_with_the_plain_loop(strategy, mode):
     actual = MODES[mode](functools.partial(f, strategy), *args)
     expected = without_checkpoint(mode)
     assert_close(actual, expected, rtol=2e-5, atol=1e-5)
+
+
+def test_hessian_of_xs_by_slots():
+    """JAX maps a staged `jax.custom_jvp` and its rule one by one, and here their batch axes would differ."""
+    step = lambda h, x: (jnp.sin(x) + h * h, None)
+    of_xs = lambda checkpoint: jax.hessian(lambda xs: statetx.scan(step, 0.5, xs, checkpoint=checkpoint)[0])
+    xs = jnp.array([0.5, 0.2, -0.3])
+    assert_close(of_xs(Slots(2))(xs), of_xs(None)(xs), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ UNLISTED = set(
     "pjit remat remat2 checkpoint copy_p empty empty2 name statetx_loop statetx_call statetx_settled statetx_mark "
     "statetx_stored "
     "statetx_attach statetx_link statetx_notice statetx_runs statetx_hold statetx_note "
-    "statetx_with_tangent_of unvmap_any scatter_add "
+    "statetx_with_tangent_of statetx_batch_first unvmap_any scatter_add "
     "scatter_mul "
     "expand_dims logistic square random_split random_fold_in random_bits random_seed random_wrap random_unwrap "
     "tie_in axis_index "

@@ -166,7 +166,7 @@ TABLE: dict[str, PrimitiveRow] = {
     **_rows("statetx_link", is_view=True, forwards=_ENTRIES, is_label=True, fuses=True, flops=_free),
     **_rows(_jax.runs_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows("reduce_precision", forwards=_VALUE, is_label=True, fuses=True, flops=_free),
-    **_rows("copy copy_p", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
+    **_rows("copy copy_p statetx_batch_first", is_view=True, forwards=_VALUE, fuses=True, flops=_free),
     **_rows("pvary", is_view=True, forwards=_VALUE, fuses=True, flops=_free),  # in shard_map: it counts as varying
     **_rows(_jax.note_primitive.name, is_view=True, forwards=_VALUE, is_label=True, fuses=True, flops=_free),
     **_rows(_jax.hold_primitive.name, forwards=_VALUE, flops=_free),

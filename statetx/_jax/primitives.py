@@ -125,6 +125,18 @@ def with_tangent_of(x: Any, copy: Any) -> Any:
     return _with_tangent_of_p.bind(copy, x)
 
 
+# -- a value whose batch axis is the first ----------------------------------------------------------------------------
+
+# JAX maps a staged `jax.custom_jvp` and its rule one by one, and takes the batch axes of the function's results for the
+# rule's, too (jax#16374).
+_batch_first_p = identity("statetx_batch_first", is_one=True)
+
+
+def batch_first(x: Any) -> Any:
+    """Return x, whose batch axis under `jax.vmap` is the first."""
+    return _batch_first_p.bind(x)
+
+
 # -- the order of two gradients that do not depend on each other -----------------------------------------------------
 
 # A compiler may run them in turns, and then the values that each computes again are in memory together.

@@ -28,6 +28,8 @@ def call_whole(
 ) -> list[Any]:
     """Call a closed jaxpr as one equation, differentiated and batched equation by equation, by the rules of each.
 
+    Results have their batch axis first.
+
     Args:
         lowered: gives an equal jaxpr to compile, which need not be differentiable. It is for this jaxpr, and not for
             the mapped one under `jax.vmap`, unless its attribute `is_general` is true.
@@ -59,9 +61,17 @@ def _call_jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any)
 def _call_batch(
     axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, lowered: Callable | None
 ) -> tuple[list[Any], list[Any]]:
-    mapped, out_dims = _batching.batch_jaxpr2(call_jaxpr, axis, tuple(dims))
+    args, is_mapped = _with_axis_first(args, dims)
+    mapped, out_is_mapped = _batching.batch_jaxpr(call_jaxpr, axis, is_mapped, False)
     lowered = lowered if getattr(lowered, "is_general", False) else None
-    return _call_p.bind(*args, call_jaxpr=mapped, lowered=lowered), list(out_dims)
+    outs = _call_p.bind(*args, call_jaxpr=mapped, lowered=lowered)
+    return outs, [0 if flag else None for flag in out_is_mapped]
+
+
+def _with_axis_first(args: Any, dims: Any) -> tuple[list[Any], list[bool]]:
+    """The operands of a mapped call with their batch axis first, and which have one."""
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    return args, [d is not None for d in dims]
 
 
 _call_p = call_primitive(
@@ -98,8 +108,7 @@ def _settled_jvp(
 def _settled_batch(
     axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, linearized: ClosedJaxpr
 ) -> tuple[list[Any], list[Any]]:
-    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-    is_mapped = [d is not None for d in dims]
+    args, is_mapped = _with_axis_first(args, dims)
     batch = lambda jaxpr, instantiate: _batching.batch_jaxpr(jaxpr, axis, is_mapped, instantiate)
     # A result that all examples share in one of the calls may be one for each example in the other.
     flags = [batch(jaxpr, [False] * len(jaxpr.out_avals))[1] for jaxpr in (call_jaxpr, linearized)]

@@ -191,15 +191,14 @@ class LoopOfSlots(DifferentiableLoop):
         def by_schedule(primals: tuple, pools: list, cts: list) -> list:
             leaves, treedef = jax.tree.flatten((primals, pools, cts))
             rows = ReversedRows(self, diff_indices, has_ct, settings, treedef)
-            if not rows.num_stacks:
-                return rows.run(leaves)
             types = list(map(_jax.abstract, leaves))
             body = Body.close(*_jax.stage(lambda *xs: rows.run(xs), types, traced_for="scan", name=self.step.name))
-            rows = dataclasses.replace(rows, num_operands=body.num_operands)
+            rows = dataclasses.replace(rows, num_operands=body.num_operands) if rows.num_stacks else None
             return _jax.call_whole(_jax.close(body.jaxpr, ()), [*body.operands, *leaves], rows)
 
         def by_nesting(primals: tuple, cts: list) -> list:
-            return self._nested.pullback(primals, diff_indices, _expanded(cts, has_ct))
+            # With the batch axes of `by_schedule`: JAX maps the two one by one, and takes those of the first for both.
+            return list(map(_jax.batch_first, self._nested.pullback(primals, diff_indices, _expanded(cts, has_ct))))
 
         def derivative(args: tuple, tangents: dict[int, Any]) -> Any:
             # `by_nesting` computes the stored carries again.
