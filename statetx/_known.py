@@ -82,6 +82,21 @@ def _row_in_loop() -> bool:
     return seconds(True) < 50 * seconds(False)
 
 
+def _mapped_custom_jvp() -> bool:
+    @jax.custom_jvp
+    def outer(x):
+        return jnp.outer(jnp.arange(1.0, 3.0), x)
+
+    @outer.defjvp
+    def rule(primals, tangents):
+        rows = lambda x: jax.lax.scan(lambda c, n: (c, n * x), 0, jnp.arange(1.0, 3.0))[1]
+        return jax.jvp(rows, primals, tangents)
+
+    mapped = jax.vmap(outer)
+    x = jnp.arange(4.0).reshape(2, 2)
+    return np.array_equal(jax.jvp(jax.jit(mapped), (x,), (x,))[1], mapped(x))
+
+
 def _donated_outputs() -> bool:
     step = jax.jit(lambda state, x: ((x - x,) * 3, state), donate_argnums=0)
     zeros, state = step(tuple(map(jnp.float32, (1, 2, 3))), jnp.float32(0))
@@ -134,6 +149,13 @@ ROW_IN_LOOP = Fault(
     _row_in_loop,
     "cpu",
 )
+MAPPED_CUSTOM_JVP = Fault(
+    "jax-ml/jax#16374",
+    "A derivative of jit(vmap(f)), or of vmap(jit(f)), transposes results of a jax.custom_jvp in f whose rule has the "
+    "batch axis elsewhere, such as one with a loop.",
+    "move jax.jit to the outermost call; or let the rule return f(*primals), not the result of another computation",
+    _mapped_custom_jvp,
+)
 DONATED_OUTPUTS = Fault(
     "jax-ml/jax#39625",
     "Outputs that are returned before donated states can be overwritten by them.",
@@ -148,7 +170,15 @@ OFFLOADED_RESIDUALS = Fault(
     _offloaded_residuals,
     "gpu",
 )
-FAULTS = (DELAY_LINE, ROW_AFTER_ROLL, SHARDED_ROW, ROW_IN_LOOP, DONATED_OUTPUTS, OFFLOADED_RESIDUALS)
+FAULTS = (
+    DELAY_LINE,
+    ROW_AFTER_ROLL,
+    SHARDED_ROW,
+    ROW_IN_LOOP,
+    MAPPED_CUSTOM_JVP,
+    DONATED_OUTPUTS,
+    OFFLOADED_RESIDUALS,
+)
 
 
 def offloads_wrongly() -> bool:

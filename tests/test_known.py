@@ -18,6 +18,7 @@ RIGHT = {
     "openxla/xla#49121": VERSION >= (0, 12, 0),
     "openxla/xla#49118": False,
     "jax-ml/jax#40101": VERSION != (0, 11, 1),
+    "jax-ml/jax#16374": False,
 }
 OF_GPUS = ["jax-ml/jax#39625", "openxla/xla#46231"]
 
