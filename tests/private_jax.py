@@ -74,7 +74,7 @@ interpreters.ad
     linearize: is replaced, so that functions that are differentiated are seen | none
 interpreters.batching
     BatchTrace BatchTracer: which values differ between examples | none
-    batch_jaxpr batch_jaxpr2: maps jaxprs, as the rule of scan does | none
+    batch_jaxpr: maps jaxprs, as the rule of scan does | none
     bdim_at_front broadcast: moves batch axes | jax.interpreters.batching
     is_vmappable: which values JAX maps by rules for their type | none
     fancy_primitive_batchers primitive_batchers: rules of this package's primitives | jax.interpreters.batching

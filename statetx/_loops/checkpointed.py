@@ -193,8 +193,8 @@ class LoopOfSlots(DifferentiableLoop):
             rows = ReversedRows(self, diff_indices, has_ct, settings, treedef)
             types = list(map(_jax.abstract, leaves))
             body = Body.close(*_jax.stage(lambda *xs: rows.run(xs), types, traced_for="scan", name=self.step.name))
-            rows = dataclasses.replace(rows, num_operands=body.num_operands) if rows.num_stacks else None
-            return _jax.call_whole(_jax.close(body.jaxpr, ()), [*body.operands, *leaves], rows)
+            lowered = dataclasses.replace(rows, num_operands=body.num_operands) if rows.num_stacks else None
+            return _jax.call_whole(_jax.close(body.jaxpr, ()), [*body.operands, *leaves], lowered)
 
         def by_nesting(primals: tuple, cts: list) -> list:
             # With the batch axes of `by_schedule`: JAX maps the two one by one, and takes those of the first for both.
