@@ -667,3 +667,16 @@ def test_loop_calls_a_function_with_a_rule_and_defaults():
     total.defjvp(lambda axis, keepdims, xs, ts: (total(*xs, axis, keepdims), ts[0].sum(axis, keepdims=keepdims)))
     _, ys = statetx.scan(lambda c, x: (c, total(x, axis=0)), 0.0, jnp.ones((3, 2, 4)))
     np.testing.assert_array_equal(ys, jnp.full((3, 4), 2.0))
+
+
+def test_mapped_call_has_its_batch_axis_first():
+    """A scan stacks its outputs behind the axis of steps; a `jax.custom_jvp` and its rule must agree on one axis."""
+    rows = lambda x: jax.lax.scan(lambda c, n: (c, n * x), 0, jnp.arange(3.0))[1]
+    calls = {
+        "call_whole": lambda x: _jax.call_whole(jax.make_jaxpr(rows)(x), [x])[0],
+        "batch_first": lambda x: _jax.batch_first(rows(x)),
+    }
+    for name, call in calls.items():
+        eqns = jax.make_jaxpr(jax.vmap(call, in_axes=1, out_axes=1))(jnp.ones((2, 5))).eqns
+        shapes = [e.outvars[0].aval.shape for e in eqns if e.primitive.name.startswith("statetx")]
+        assert shapes == [(5, 3, 2)], name

@@ -119,7 +119,7 @@ def moving(state: Any, kind: Kind, value: Any) -> list[Store]:
     while frame is not None:
         access = frame.accesses.get(id(state))
         if access is not None and access.value_in_body is current:
-            if inner is not None:
+            if inner is not None:  # it gives the state back as the call around it has it
                 stores.append((setattr, inner, "value_before", value))
             if access.copy is not None:
                 copy = Copy(value)

@@ -37,11 +37,9 @@ def rows(profile: Timeline) -> Iterable[ChangeCandidate]:
             f"If {condition}, compute them in {_NUM_PARTS} parts, as with statetx.map(..., "
             f"batch_size={-(-size // _NUM_PARTS)})."
         )
-        change, why = (
-            Change("microbatch", where, text, condition=condition),
-            "only you know whether its rows are independent",
-        )
-        yield ChangeCandidate(change, frozenset(alike), freed_bytes(profile, gaps), Untried(why))
+        change = Change("microbatch", where, text, condition=condition)
+        untried = Untried("only you know whether its rows are independent")
+        yield ChangeCandidate(change, frozenset(alike), freed_bytes(profile, gaps), untried)
 
 
 def in_parts(profile: Timeline, num: int | None = None) -> Iterable[ChangeCandidate]:
